@@ -35,7 +35,7 @@ from deploy.run.learning import SIGNS, active_signs, learning_state
 from foray.commands.watch.curves import running_means
 from foray.demo.run import CONFIG_COPY
 from foray.evaluation.statistics import interval, paired_test
-from foray.watch.plot import plot_panels
+from foray.watch.plot import COLOURS, figure_of
 from protocol.errors import ForayError, UserError
 from protocol.runtime.files import atomic_write
 
@@ -52,6 +52,8 @@ SETTINGS = (
 """Of the search."""
 SEARCH_R1 = ("learner.optim.schedule=constant", "learner.optim.warmup_steps=0", "learner.optim.warmup_fraction=0.285")
 """Search-R1's schedule. With that of the demo, three times its learning rate falls in ten steps, before any rise."""
+PANELS = 4
+"""Panels of a plot side by side."""
 DEAD = 30
 """Steps without a right answer after which a run is stopped: without a gradient nothing changes any more."""
 REMEDIES = {
@@ -285,7 +287,7 @@ def write_table(setting: str) -> None:
     for name, runs in parts.items():
         if runs:
             curves = {j.run.name: (running_means(dict(enumerate(j.rewards, 1)), 5), j.signs) for j in runs}
-            plot_panels(PAGE.with_name(f"collapse-{name}.png"), curves, metric="mean reward, mean of 5 steps")
+            _plot_panels(PAGE.with_name(f"collapse-{name}.png"), curves, metric="mean reward, mean of 5 steps")
             tables[name] += f"\n\n![Mean reward of each run, and the first step of each sign](collapse-{name}.png)"
     alarms = sum(j.alarm is not None for j in healthy)
     hours = sum(j.cpu_s for j in judged) / 3600
@@ -296,6 +298,29 @@ def write_table(setting: str) -> None:
         "cost": f"{len(judged)} runs, {hours:.1f} CPU hours.",
     }
     atomic_write(PAGE, Template(TEMPLATE.read_text()).substitute(tables).encode(), durable=False)
+
+
+def _plot_panels(
+    path: Path, panels: Mapping[str, tuple[Mapping[int, float], Mapping[str, int]]], *, metric: str
+) -> None:
+    """Write an SVG or PNG with a panel for each {title: (step -> value, name of an event -> its step)}, events on top.
+
+    Raises UserError if matplotlib is not installed, or for another file type.
+    """
+    columns = min(PANELS, len(panels))
+    rows = -(-len(panels) // columns)
+    with figure_of(path, (4.2 * columns, 2.8 * rows)) as figure:
+        for number, (title, (curve, events)) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(rows, columns, number)
+            axes.plot(list(curve), list(curve.values()), color=COLOURS[0], linewidth=1.2)
+            axes.set_title(title, fontsize="small", loc="left")
+            axes.set_ylim(0, 2)
+            axes.set_yticks([0, 0.5, 1])
+            for height, (event, step) in enumerate(sorted(events.items(), key=lambda item: item[1])):
+                axes.plot([step, step], [0, 1.9 - 0.1 * height], color=COLOURS[3], linewidth=0.4)
+                axes.annotate(f"{event} {step}", (step, 1.9 - 0.1 * height), fontsize=6, va="center")
+            axes.grid(visible=True, linewidth=0.4, alpha=0.6)
+        figure.supxlabel(f"step; {metric}", fontsize="small")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

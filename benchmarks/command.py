@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks import BENCHMARKS
 from benchmarks.report import Circumstances
-from deploy.launch.process import ProcessFailed
 from deploy.terminal import aligned
 from protocol.runtime.config import descriptions, section
 
@@ -46,12 +45,8 @@ def run(args: argparse.Namespace) -> int:
     given = {name[4:]: value for name, value in vars(args).items() if name.startswith("set_")}
     settings = section({args.action: (kind.quick if args.quick else {}) | given}, args.action, kind)
     circumstances = Circumstances(kind.modules)
-    try:
-        with stdout_to_stderr():
-            measured = settings.measure(lambda line: print(f"[{args.action}] {line}", file=sys.stderr, flush=True))
-    except ProcessFailed as error:
-        print(error.render(), file=sys.stderr)
-        return error.exit_code
+    with stdout_to_stderr():
+        measured = settings.measure(lambda line: print(f"[{args.action}] {line}", file=sys.stderr, flush=True))
     report: dict[str, Any] = {
         "name": args.action,
         **{key: getattr(measured, key) for key in ("value", "unit", "baseline", "ratio")},

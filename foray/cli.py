@@ -21,14 +21,14 @@ from types import ModuleType
 from typing import NoReturn
 
 from foray.versions import foray_version
-from protocol.errors import Fenced, ForayError, UserError
-from protocol.redaction import for_terminal, remember_environment
+from protocol.errors import ForayError, UserError
+from protocol.redaction import remember_environment
 from protocol.runtime.files import FREE_SPACE, is_full
 from protocol.runtime.lifecycle import Terminated, terminating
 from protocol.runtime.log import LOG_LEVEL_VARIABLE, LOG_LEVELS
 from protocol.runtime.net import allow_many_files
 from protocol.runtime.redis.url import redacted_override
-from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, EXIT_USER
+from protocol.runtime.service_cli import EXIT_USER
 from protocol.runtime.settings_errors import suggest
 
 EXIT_INTERRUPTED = 130
@@ -121,15 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     allow_many_files()
     try:
         return _dispatch(_without_log_level(given))
-    except UserError as error:
-        print(error.render(), file=sys.stderr)
-        return EXIT_USER
-    except Fenced as error:
-        print(for_terminal(f"error: {error}"), file=sys.stderr)
-        return EXIT_FENCED
     except ForayError as error:
-        print(for_terminal(f"error: {error}"), file=sys.stderr)
-        return EXIT_FAILED
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Terminated as stopped:

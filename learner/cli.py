@@ -15,11 +15,10 @@ from pathlib import Path
 from learner.config.learner import LearnerSettings, require_groups
 from learner.trainer.distributed.worker import ranks, run_worker
 from protocol.errors import Fenced, ForayError, UserError
-from protocol.redaction import for_terminal
 from protocol.runtime.config import SettingsTree, section
 from protocol.runtime.files import is_full
 from protocol.runtime.log import LOG_FORMAT
-from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, add_config_arguments, run_service
+from protocol.runtime.service_cli import add_config_arguments, run_service
 from protocol.runtime.torch_safety import set_nccl_defaults
 from protocol.settings import RunSettings
 
@@ -63,10 +62,10 @@ def _serve(args: argparse.Namespace, tree: SettingsTree, *, prefix: str) -> int:
         raise
     except Fenced as error:
         print(prefix + fenced(error).render(), file=sys.stderr)
-        return EXIT_FENCED
+        return error.exit_code
     except ForayError as error:
-        print(for_terminal(f"{prefix}error: {error}"), file=sys.stderr)
-        return EXIT_FAILED
+        print(prefix + error.render(), file=sys.stderr)
+        return error.exit_code
     except OSError as error:
         if not is_full(error):
             raise

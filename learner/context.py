@@ -29,17 +29,31 @@ from protocol.errors import StateLost
 from protocol.messages import TrajectoryGroup
 from protocol.runtime.http.server import ThreadedServer
 from protocol.runtime.redis.errors import RedisUnavailable
+from protocol.runtime.tracing import Tracer
 from protocol.settings import RunSettings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class LearnerContext:
+class DeliveryServices:
+    """Services that issue tasks and receive groups. group_filter: groups to skip."""
+
+    event_log: EventLog
+    crashes: CrashRecord
+    group_filter: GroupFilter
+    consumer: StreamConsumer
+    issuer: TaskIssuer
+    audit: AccountingAudit
+    maintenance: MaintenanceTask
+    tracer: Tracer
+
+
+@dataclass
+class LearnerContext(DeliveryServices):
     """Built by `learner.main.build_context`, in this order; each member depends only on those above it.
 
     errors              first error that a background thread could not handle
-    group_filter        groups to skip
     replay_buffer       groups to train again
     reader, maintainer  the two background threads: reading entries, and periodic tasks
     """
@@ -48,18 +62,11 @@ class LearnerContext:
     settings: LearnerSettings
     store: RunStore
     delivery: DeliveryState
-    event_log: EventLog
-    crashes: CrashRecord
-    audit: AccountingAudit
     meter: Meter
     errors: ErrorSlot
     lease: LearnerLease
     sampler: Sampler
     checkpoints: Checkpoints
-    issuer: TaskIssuer
-    consumer: StreamConsumer
-    group_filter: GroupFilter
-    maintenance: MaintenanceTask
     engine: TrainEngine
     publisher: WeightPublisher
     journal: GroupJournal | None

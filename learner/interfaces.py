@@ -49,29 +49,23 @@ class TrainEngine(Protocol):
     @property
     def algorithm(self) -> AdvantageEstimator:
         """Return the estimator that `build_batch` uses for advantages."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks, for which `build_batch` divides a batch."""
-        ...
 
     @property
     def model_files(self) -> Sequence[Path]:
         """Return the configuration and tokenizer files of the policy."""
-        ...
 
     def train(self, batch: Batch) -> StepReport:
         """Make one optimiser step."""
-        ...
 
     def iter_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, a new tensor on `device`, "cpu" or "cuda") of the current policy."""
-        ...
 
     def save_state(self, directory: Path) -> None:
         """Write model, optimiser, schedule and RNG into an empty folder."""
-        ...
 
     def snapshot_state(self, directory: Path) -> Callable[[], None]:
         """Copy that state into main memory. Return the function that writes it into `directory`.
@@ -79,10 +73,8 @@ class TrainEngine(Protocol):
         Another thread may call it, once, while this engine trains: what it writes is equal to what `save_state` would
         have written. It raises OSError if it fails. It must have ended before the next snapshot.
         """
-        ...
 
     def load_state(self, directory: Path) -> None:
         """Restore what `save_state` wrote, bit for bit."""
-        ...
 
     def close(self) -> None: ...

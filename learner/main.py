@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import TypeVar
 
 from learner.checkpoint.checkpoint import STATE, Checkpoint, Checkpoints
@@ -23,7 +22,7 @@ from learner.checkpoint.journal import GroupJournal, all_locations, frames, roll
 from learner.checkpoint.resume import require_resumable, with_dtype
 from learner.checkpoint.signing import run_key
 from learner.config.learner import LearnerSettings
-from learner.context import LearnerContext
+from learner.context import DeliveryServices, LearnerContext
 from learner.data.filter import GroupFilter
 from learner.data.questions import load_questions
 from learner.data.replay_buffer import ReplayBuffer, ReplayedGroup, replay_count
@@ -154,20 +153,6 @@ def _leave(store: RunStore, lease: LearnerLease, error: BaseException) -> None:
         raise fenced from error
 
 
-@dataclass(frozen=True)
-class DeliveryServices:
-    """Services that issue tasks and receive groups."""
-
-    event_log: EventLog
-    crashes: CrashRecord
-    group_filter: GroupFilter
-    consumer: StreamConsumer
-    issuer: TaskIssuer
-    audit: AccountingAudit
-    maintenance: MaintenanceTask
-    tracer: Tracer
-
-
 def build_delivery(
     run: RunSettings,
     settings: LearnerSettings,
@@ -246,22 +231,16 @@ def build_context(
         started.pop_all()
     lineage = [*(checkpoint.lineage if checkpoint else ()), PolicyVersion(lease.epoch, delivery.step)]
     ctx = LearnerContext(
+        **vars(services),
         run=run,
         settings=settings,
         store=store,
         delivery=delivery,
-        event_log=services.event_log,
-        crashes=services.crashes,
-        audit=services.audit,
         meter=meter,
         errors=errors,
         lease=lease,
         sampler=sampler,
         checkpoints=checkpoints,
-        issuer=services.issuer,
-        consumer=services.consumer,
-        group_filter=services.group_filter,
-        maintenance=services.maintenance,
         engine=engine,
         publisher=build_publisher(settings.publish, run, engine.model_files, store, settings.model.lora),
         journal=GroupJournal(run.dir / "journal", settings.journal_bytes) if settings.journal else None,

@@ -13,18 +13,8 @@ from typing import Any, TypeVar
 import msgpack
 from pydantic import ValidationError
 
+from protocol import messages
 from protocol.errors import CorruptMessage, InvalidBody, MessageTooLarge, ProtocolError, UnknownKind, UnsupportedVersion
-from protocol.messages import (
-    EngineInfo,
-    GroupFailed,
-    Message,
-    MetricsSnapshot,
-    Task,
-    TrajectoryGroup,
-    ViewAnswer,
-    WeightUpdate,
-    WeightView,
-)
 
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 7
 MAX_BYTES = 32 << 20
@@ -33,26 +23,26 @@ MAX_VALUES = 1_000_000
 """Maximum number of values in a message: array elements and map entries. One byte of msgpack may become a dict of 64
 bytes in memory, or a string of 76; a turn with its observation takes about 40 values."""
 
-KINDS: dict[str, type[Message]] = {
-    "task": Task,
-    "group": TrajectoryGroup,
-    "failed": GroupFailed,
-    "weights": WeightUpdate,
-    "view": WeightView,
-    "answer": ViewAnswer,
-    "engine": EngineInfo,
-    "metrics": MetricsSnapshot,
+KINDS: dict[str, type[messages.Message]] = {
+    "task": messages.Task,
+    "group": messages.TrajectoryGroup,
+    "failed": messages.GroupFailed,
+    "weights": messages.WeightUpdate,
+    "view": messages.WeightView,
+    "answer": messages.ViewAnswer,
+    "engine": messages.EngineInfo,
+    "metrics": messages.MetricsSnapshot,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 SMALL_BYTES = 1 << 20
 LIMITS = dict.fromkeys(KINDS, SMALL_BYTES) | {"group": MAX_BYTES, "view": 8 << 20}
 """Maximum size of each kind of message, in bytes. A view names every tensor of the model."""
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=messages.Message)
 C = TypeVar("C", bound=Collection[Any])
 
 
-def encode(message: Message) -> bytes:
+def encode(message: messages.Message) -> bytes:
     """Encode a message. Raises MessageTooLarge if no reader would accept it."""
     name, body = _NAMES[type(message)], message.model_dump(mode="python")
     raw: bytes = msgpack.packb({"v": [SCHEMA_MAJOR, SCHEMA_MINOR], "kind": name, "body": body}, use_bin_type=True)
@@ -62,7 +52,7 @@ def encode(message: Message) -> bytes:
     return raw
 
 
-def decode(raw: bytes, *, max_bytes: int = MAX_BYTES) -> Message:
+def decode(raw: bytes, *, max_bytes: int = MAX_BYTES) -> messages.Message:
     """Decode a message. Raises only ProtocolError (MessageTooLarge, CorruptMessage, ...)."""
     if len(raw) > max_bytes:
         raise MessageTooLarge(f"{len(raw)} bytes exceed the limit of {max_bytes}")

@@ -16,7 +16,13 @@ from protocol.redaction import for_terminal
 
 
 class ForayError(Exception):
-    """Base of every error that Foray raises intentionally."""
+    """Base of every error that Foray raises intentionally. `exit_code`: of a process that ends with it."""
+
+    exit_code = 1
+
+    def render(self) -> str:
+        """Return the message as printed: secrets redacted and control characters escaped."""
+        return for_terminal(f"error: {self}")
 
 
 class ProtocolError(ForayError):
@@ -58,6 +64,8 @@ class InvalidBody(ProtocolError):
 class Fenced(ForayError):
     """Another learner took the lease: this one must stop writing immediately (exit code 75)."""
 
+    exit_code = 75
+
 
 class StateLost(ForayError):
     """Redis lost its streams (wiped, failed over, restarted empty): the learner re-creates them and reissues tasks."""
@@ -70,6 +78,8 @@ class UserError(ForayError):
     why   why it matters or why it happened ("" when it is obvious)
     todo  what to do, preferably a command
     """
+
+    exit_code = 2
 
     def __init__(self, what: str, why: str = "", todo: str = "") -> None:
         super().__init__(what)
@@ -87,3 +97,5 @@ class UserError(ForayError):
 
 class NoSignal(UserError):
     """Nothing can be learned from what arrives; the state is kept. No launcher restarts the run (exit code 65)."""
+
+    exit_code = 65

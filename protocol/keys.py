@@ -37,10 +37,39 @@ TRAJ_GROUP = "learner"
 
 
 @dataclass(frozen=True)
+class _KeyName:
+    """A key of every run: `Keys("r").tasks` is `{r}:tasks`."""
+
+    name: str
+
+    def __get__(self, keys: Keys, owner: type[Keys]) -> str:
+        return keys._key(self.name)
+
+
+@dataclass(frozen=True)
 class Keys:
     """Key names of run `run` (letters, digits and hyphens; raises UserError otherwise)."""
 
     run: str
+
+    tasks = _KeyName("tasks")
+    traj = _KeyName("traj")
+    issued = _KeyName("issued")
+    epoch = _KeyName("learner:epoch")
+    lease = _KeyName("learner:lease")
+    target = _KeyName("wv:target")
+    validated = _KeyName("wv:validated")
+    view = _KeyName("wv:view")
+    engines = _KeyName("engines")
+    processes = _KeyName("processes")
+    tokens = _KeyName("tokens")
+    meta = _KeyName("meta")
+    events = _KeyName("events")
+    dlq = _KeyName("dlq")
+    requeue = _KeyName("requeue")
+    drain = _KeyName("drain")
+    launcher = _KeyName("launcher")
+    evaluation = _KeyName("evaluation")
 
     def __post_init__(self) -> None:
         if not RUN_ID.match(self.run):
@@ -49,83 +78,11 @@ class Keys:
     def _key(self, name: str) -> str:
         return f"{{{self.run}}}:{name}"
 
-    @property
-    def tasks(self) -> str:
-        return self._key("tasks")
-
-    @property
-    def traj(self) -> str:
-        return self._key("traj")
-
-    @property
-    def issued(self) -> str:
-        return self._key("issued")
-
-    @property
-    def epoch(self) -> str:
-        return self._key("learner:epoch")
-
-    @property
-    def lease(self) -> str:
-        return self._key("learner:lease")
-
-    @property
-    def target(self) -> str:
-        return self._key("wv:target")
-
-    @property
-    def validated(self) -> str:
-        return self._key("wv:validated")
-
-    @property
-    def view(self) -> str:
-        return self._key("wv:view")
-
     def answers(self, epoch: int, number: int) -> str:
         return self._key(f"wv:answers:{epoch}.{number}")
-
-    @property
-    def engines(self) -> str:
-        return self._key("engines")
 
     def engine(self, engine_id: str) -> str:
         return self._key(f"engine:{engine_id}")
 
-    @property
-    def processes(self) -> str:
-        return self._key("processes")
-
     def metrics(self, process: str, process_id: str) -> str:
         return self._key(f"metrics:{process}:{process_id}")
-
-    @property
-    def tokens(self) -> str:
-        return self._key("tokens")
-
-    @property
-    def meta(self) -> str:
-        return self._key("meta")
-
-    @property
-    def events(self) -> str:
-        return self._key("events")
-
-    @property
-    def dlq(self) -> str:
-        return self._key("dlq")
-
-    @property
-    def requeue(self) -> str:
-        return self._key("requeue")
-
-    @property
-    def drain(self) -> str:
-        return self._key("drain")
-
-    @property
-    def launcher(self) -> str:
-        return self._key("launcher")
-
-    @property
-    def evaluation(self) -> str:
-        return self._key("evaluation")

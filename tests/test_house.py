@@ -31,10 +31,8 @@ PURE_IMPORTS = {
 }
 """What `protocol` may import: no sockets, files, clock, threads or environment."""
 
-MOST_CODE_LINES = 56_800
-"""Of the wheel: 53,500, and what the issues on clusters, agents, Python and stability may add so far."""
-SLACK = 60
-"""Lines that a folder may exceed its ceiling by, so that a repair needs no commit for it."""
+MOST_CODE_LINES = 56_000
+"""Of the wheel."""
 
 SGLANG_CPU = "requirements/sglang_cpu_launch.py"
 """Run by the interpreter of an environment that holds nothing of ours."""
@@ -94,6 +92,7 @@ UNUSED = {
     "a field that leaves the process: in a message, a report or a table": {
         *("escape_version", "question_id", "practice_steps", "world_cpu_s", "inert"),
         *("tool_calls", "tool_call_id"),
+        *("redelivered", "reissued", "poisoned", "state_lost", "lease_lapsed", "tokens_sampled"),
     },
 }
 """Why a name that vulture takes for unused is needed -> the names."""
@@ -152,16 +151,36 @@ def test_math_imports_torch_and_data_types_only(place: str) -> None:
 
 
 def test_the_house_is_no_larger_than_its_ceilings() -> None:
-    """Code lines by folder, knobs, arrows up: tests/house_measures.py explains them, and how a ceiling is raised."""
+    """tests/house_measures.py explains the measures, and how a ceiling is raised."""
     ceilings, found = json.loads(house_measures.FILE.read_text()), house_measures.measures(everything())
     assert sum(found["code_lines"][package] for package in PACKAGES) <= MOST_CODE_LINES
-    wrong = []
-    for name, ceiling in ceilings.items():
-        for folder, most in ceiling.items() if isinstance(ceiling, dict) else [("", ceiling)]:
-            value, slack = (found[name][folder], SLACK) if folder else (found[name], 0)
-            if not most - 10 * SLACK <= value <= most + slack:
-                wrong.append(f"{name} {folder}: {value}, ceiling {most}")
-    assert not wrong, "fewer: python tests/house_measures.py --write; more: see its docstring"
+    wrong = house_measures.beyond(ceilings, found)
+    assert not wrong, "fewer or new: python tests/house_measures.py --write; more: see its docstring"
+
+
+def test_a_measure_has_a_ceiling_that_is_near() -> None:
+    ceilings = {"knobs": 10, "code_lines": {"learner": 2000, "learner/model": 500, "learner/sft": 9}}
+    found = {"knobs": 11, "code_lines": {"learner": 1399, "learner/model": 561, "learner/data": 1}, "circles": 0}
+    assert house_measures.beyond(ceilings, ceilings) == []
+    assert house_measures.beyond(ceilings, found) == [
+        "circles: 0, ceiling None",
+        "code_lines learner: 1399, ceiling 2000",
+        "code_lines learner/data: 1, ceiling None",
+        "code_lines learner/model: 561, ceiling 500",
+        "code_lines learner/sft: None, ceiling 9",
+        "knobs: 11, ceiling 10",
+    ]
+    within = {"knobs": 9, "code_lines": {"learner": 1400, "learner/model": 560, "learner/sft": 1}}
+    assert house_measures.beyond(ceilings, within) == []
+
+
+def test_a_package_of_the_wheel_is_measured_with_its_subfolders() -> None:
+    files = ("learner/a.py", "learner/model/b.py", "learner/model/deep/c.py", "benchmarks/learner/d.py")
+    found = house_measures.code_lines({path: house.Module(path, Path(path), "x = 1\n") for path in files})
+    assert {folder: lines for folder, lines in found.items() if lines} == {
+        **{"learner": 3, "learner/model": 2},
+        "benchmarks": 1,
+    }
 
 
 def test_a_class_name_is_used_once() -> None:

@@ -6,15 +6,15 @@ FLUSHALL, without effect. The commands inside a function are tested one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from deploy.doctor.finding import Finding
 from deploy.doctor.redis import ANSWER_S
 from deploy.run.redis_server import connect
-from deploy.secrets.acl import REDIS_ROLES, RedisRole, rules
-from protocol.functions import ACQUIRE, PUBLISH, REGISTER, REPORT
-from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
+from deploy.secrets.acl import GRANTS, REDIS_ROLES, RedisRole, rules
+from protocol.keys import Keys
 from protocol.runtime.redis.url import cli, parse_redis_url
 
 if TYPE_CHECKING:
@@ -24,103 +24,46 @@ Command = tuple[str, ...]
 SERVICES: tuple[RedisRole, ...] = ("learner", "rollout", "node")
 
 
-def needs(run: str) -> Mapping[RedisRole, Sequence[Command]]:
-    """Return, for each role, commands that represent all that it does."""
-    k = Keys(run)
-    return {
-        "learner": _learner(k),
-        "rollout": _rollout(k),
-        "node": _node(k),
-        "retriever": _retriever(k),
-        "viewer": (("GET", k.issued), ("HGETALL", k.target), ("XINFO", "GROUPS", k.traj), ("XLEN", k.dlq), ("INFO",)),
-        "operator": (("SADD", k.requeue, "1"), ("XDEL", k.dlq, "0-1"), ("XRANGE", k.dlq, "-", "+"), ("INFO",)),
-    }
+def needs(run: str, role: RedisRole) -> Iterator[Command]:
+    """Yield a command for each permission and key that `deploy.secrets.acl` grants to `role`."""
+    for grant in GRANTS[role]:
+        words = grant.strip("()").replace("{run}", f"{{{run}}}").replace("*", "x").split()
+        names = [word[1:] for word in words if word[0] == "+"]
+        keys = [word.partition("~")[2] for word in words if "~" in word]
+        for name in chain.from_iterable(CATEGORIES.get(name, name).split() for name in names):
+            head, arguments = name.upper().split("|"), ARGUMENTS[name].split()
+            for group in [keys] if name == "fcall" else [[key] for key in keys or [""]]:
+                given = {"KEYS": group, "COUNT": [str(len(group))]}
+                yield (*head, *chain.from_iterable(given.get(word, [word]) for word in arguments))
 
 
-def _learner(k: Keys) -> tuple[Command, ...]:
-    return (
-        ("FUNCTION", "LOAD", "REPLACE", "#!lua name=foray"),
-        ("FUNCTION", "LIST"),
-        ("INFO",),
-        ("FCALL", ACQUIRE, "2", k.lease, k.epoch),
-        ("XGROUP", "CREATE", k.tasks, TASK_GROUP, "0", "MKSTREAM"),
-        ("XREADGROUP", "GROUP", TRAJ_GROUP, "L1", "STREAMS", k.traj, ">"),
-        ("XAUTOCLAIM", k.traj, TRAJ_GROUP, "L1", "0", "0-0"),
-        ("XACK", k.traj, TRAJ_GROUP, "0-1"),
-        ("XPENDING", k.traj, TRAJ_GROUP),
-        ("XINFO", "GROUPS", k.tasks),
-        ("XTRIM", k.traj, "MINID", "0-1"),
-        ("XRANGE", k.traj, "-", "+"),
-        ("XADD", k.dlq, "*", "f", "v"),
-        ("HSET", k.lease, "f", "v"),
-        ("HSET", k.meta, "f", "v"),
-        ("PEXPIRE", k.lease, "1"),
-        ("SET", k.view, "v"),
-        ("GET", k.issued),
-        ("DEL", k.lease),
-        ("SMEMBERS", k.requeue),
-        ("SREM", k.requeue, "1"),
-        ("ZADD", k.processes, "0", "m"),
-    )
-
-
-def _rollout(k: Keys) -> tuple[Command, ...]:
-    return (
-        ("FCALL", PUBLISH, "3", k.tasks, k.traj, k.tokens),
-        ("XREADGROUP", "GROUP", TASK_GROUP, "r", "STREAMS", k.tasks, ">"),
-        ("XCLAIM", k.tasks, TASK_GROUP, "r", "0", "0-1"),
-        ("XPENDING", k.tasks, TASK_GROUP),
-        ("XACK", k.tasks, TASK_GROUP, "0-1"),
-        ("XDEL", k.tasks, "0-1"),
-        ("XADD", k.tasks, "*", "f", "v"),
-        ("EXISTS", k.traj),
-        ("XADD", k.traj, "*", "f", "v"),
-        ("HINCRBY", k.tokens, "f", "1"),
-        ("XADD", k.dlq, "*", "f", "v"),
-        ("SET", k.metrics("rollout", "r"), "v"),
-        ("FCALL", REPORT, "2", k.metrics("rollout", "r"), k.processes),
-        ("INFO",),
-        ("ZADD", k.processes, "0", "m"),
-        ("SET", k.evaluation, "v"),
-        ("GET", k.evaluation),
-        ("ZRANGEBYSCORE", k.engines, "0", "1"),
-        ("ZRANGEBYSCORE", k.processes, "0", "1"),
-        ("GET", k.metrics("retriever", "r")),
-        ("HGET", k.engine("e"), "b"),
-        ("HMGET", k.target, "b", "state"),
-        ("HGETALL", k.meta),
-    )
-
-
-def _node(k: Keys) -> tuple[Command, ...]:
-    return (
-        ("HSET", k.engine("e"), "b", "v"),
-        ("HGET", k.engine("e"), "owner"),
-        ("PEXPIRE", k.engine("e"), "1"),
-        ("DEL", k.engine("e")),
-        ("ZADD", k.engines, "0", "e"),
-        ("HGET", k.target, "b"),
-        ("HGETALL", k.meta),
-        ("GET", k.view),
-        ("FCALL", REGISTER, "2", k.engine("e"), k.engines),
-        ("FCALL", REPORT, "2", k.metrics("node", "e"), k.processes),
-        ("HSET", k.answers(1, 1), "m", "v"),
-        ("GET", k.evaluation),
-        ("SET", k.metrics("node", "e"), "v"),
-        ("ZADD", k.processes, "0", "m"),
-    )
-
-
-def _retriever(k: Keys) -> tuple[Command, ...]:
-    return (
-        ("SET", k.metrics("retriever", "r"), "v"),
-        ("FCALL", REPORT, "2", k.metrics("retriever", "r"), k.processes),
-        ("DEL", k.metrics("retriever", "r")),
-        ("ZADD", k.processes, "0", "m"),
-        ("ZREM", k.processes, "m"),
-    )
-
-
+CATEGORIES = {
+    "@stream": "xadd xreadgroup xautoclaim xack xpending xrange xtrim xgroup|create xinfo|groups",
+    "@hash": "hset",
+    "@string": "set get",
+    "@set": "smembers srem",
+    "@sortedset": "zadd",
+}
+"""Category of commands -> those of it that the processes use."""
+_USED = {
+    "": "info function|list",
+    "REPLACE #!lua": "function|load",
+    "foray_publish COUNT KEYS": "fcall",
+    "KEYS": "get hgetall exists del pttl smembers scard xlen xinfo|groups xinfo|stream",
+    "KEYS 1": "set pexpire sadd srem sismember hget hmget hdel zrem",
+    "KEYS 0 1": "zadd zrange zrangebyscore zremrangebyscore",
+    "KEYS f 1": "hset hincrby",
+    "KEYS * f v": "xadd",
+    "KEYS 0-1": "xdel",
+    "KEYS g": "xpending xinfo|consumers",
+    "KEYS g 0-1": "xack xgroup|create xgroup|delconsumer",
+    "KEYS g c 0 0-1": "xclaim xautoclaim",
+    "KEYS - +": "xrange xrevrange",
+    "KEYS MINID 0-1": "xtrim",
+    "GROUP g c STREAMS KEYS >": "xreadgroup",
+}
+ARGUMENTS = {name: arguments for arguments, names in _USED.items() for name in names.split()}
+"""Command -> arguments that Redis accepts before it executes it."""
 TOO_MUCH: Sequence[Command] = (
     ("FLUSHALL",),
     ("CONFIG", "SET", "maxmemory", "0"),
@@ -143,7 +86,7 @@ def user(url: str, run: str, role: RedisRole | None = None) -> Iterator[Finding]
         return
     with connect(url, timeout_s=ANSWER_S) as client:
         try:
-            missing = _refused(client, [c for part in ([named] if named else SERVICES) for c in needs(run)[part]])
+            missing = _refused(client, [c for part in ([named] if named else SERVICES) for c in needs(run, part)])
             beyond = [command for command in TOO_MUCH if command not in _refused(client, TOO_MUCH)]
         except (redis.RedisError, OSError) as error:
             todo = f"`foray init --secure` creates users that can be checked ({type(error).__name__}: {error})"

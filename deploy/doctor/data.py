@@ -30,7 +30,8 @@ MODEL_FILES = "give a directory in Hugging Face layout (config.json, model.safet
 
 def files(config: RunConfig) -> Iterator[Finding]:
     """Yield one finding for each file or directory that the processes started here will read."""
-    yield model(config)
+    if config.engine_roles or config.launch.rollouts or config.launch.learner:
+        yield model(config)
     if config.num_retrievers and config.retriever.online is None:
         yield _unless_prepared(config, config.retriever.needed_corpus, _corpus(config))
     if config.launch.learner:

@@ -37,6 +37,8 @@ LARGE_BYTES = 8_000_000_000
 ON_SGLANG = "use SGLang: 'engine.kind={type: sglang}' (without a GPU see examples/sglang_cpu/run.yaml)"
 NO_GPU = "start it on a machine with GPUs, or remove launch.hardware; `foray up FILE --dry-run` shows the placement"
 HAND = 'docs/operate.md, "Start each process yourself"'
+WHOLE_ONLY = frozenset({"olmoe"})
+"""`model_type`s that SGLang does not serve with tensor parallelism (docs/design/engine-contract.md)."""
 NOT_FACTS = (TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions caused by config.json values of unexpected types."""
 PROBE = (
@@ -58,6 +60,8 @@ def engine(config: RunConfig) -> Iterator[Finding]:
         return  # another check reports a missing model
     if isinstance(kind, CpuEngine):
         yield _cpu(config.run.model)
+    elif isinstance(kind, SglangEngine):
+        yield from _parallel(kind, facts)
     try:
         yield from _context(config, facts)
     except NOT_FACTS as error:
@@ -213,6 +217,19 @@ def _sglang(kind: SglangEngine) -> Finding:
         todo = f"{MAKE_ENVIRONMENT}; or install the extra [engine] there"
         return Finding("engine", "fail", "engine.kind.type is sglang, but SGLang is not installed", todo, last)
     return Finding("engine", "ok", f"SGLang {answer} in {python}")
+
+
+def _parallel(kind: SglangEngine, facts: dict[str, Any]) -> Iterator[Finding]:
+    """Check that SGLang can divide the model's type among GPUs."""
+    try:
+        ranks = EngineArgs.of(kind.args).tp
+    except UserError as error:
+        yield Finding.of("engine.kind.args", error)
+        return
+    if ranks > 1 and facts.get("model_type") in WHOLE_ONLY:
+        detail = f"SGLang 0.5.23 cannot serve {facts['model_type']} with tensor parallelism (--tp-size {ranks})"
+        why = "its norms of queries and keys are as wide as all ranks together: the first token fails"
+        yield Finding("engine.kind.args", "fail", detail, "remove --tp-size from engine.kind.args", why)
 
 
 def _context(config: RunConfig, facts: dict[str, Any]) -> Iterator[Finding]:

@@ -145,7 +145,7 @@ def _words(model: Path) -> dict[str, int]:
 
 
 def family(config: RunConfig) -> Iterator[Finding]:
-    """Print what docs/models.md says of the model's type, and in what its other tested configurations differ."""
+    """Print what docs/models.md says of the model's type, and which of its other tested configurations differ."""
     kind = read_facts(config.run.model).get("model_type")
     table = _families()
     verdicts = {
@@ -156,11 +156,11 @@ def family(config: RunConfig) -> Iterator[Finding]:
     if not verdicts:
         return
     usual = verdicts.get(str(kind)) or next(iter(verdicts.values()))
-    said = [f"{title} {verdict}" for title, verdict in usual.items()]
-    for name, row in verdicts.items():
-        if others := [f"{title} {verdict}" for title, verdict in row.items() if verdict != usual[title]]:
-            said.append(f"but {name}: {', '.join(others)}")
-    yield Finding("model family", "ok", f"{kind}, tested at tiny size: {'; '.join(said)} (docs/models.md)")
+    titles = {verdict: [title for title in usual if usual[title] == verdict] for verdict in usual.values()}
+    said = "; ".join(f"{verdict}: {', '.join(named)}" for verdict, named in titles.items())
+    differ = [name for name, row in verdicts.items() if row != usual]
+    other = f"; otherwise with {', '.join(differ)}" if differ else ""
+    yield Finding("model family", "ok", f"{kind}, tested at tiny size: {said}{other} (docs/models.md)")
 
 
 def _families() -> dict[str, Any]:

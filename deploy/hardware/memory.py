@@ -98,10 +98,8 @@ def estimate_memory(
     ranks: int,
     longest: int,
     engine: EngineNeed,
-    critic: ModelShape | None = None,
-    reference: ModelShape | None = None,
 ) -> MemoryEstimate:
-    """Return the memory of a run per GPU.
+    """Return the memory of a run per GPU. The models of critic and reference have the shape of run.model.
 
     Args:
         shape: shape of run.model.
@@ -109,8 +107,6 @@ def estimate_memory(
         ranks: learner ranks over which ZeRO partitions.
         longest: tokens of the longest trajectory, which forms a micro-batch even above `batch.micro_batch_tokens`.
         engine: what one engine holds.
-        critic: shape of the critic's model if it differs from `shape`.
-        reference: shape of the reference's model if it differs from `shape`.
     """
     tokens = max(settings.batch.micro_batch_tokens, longest)
     rank = settings.model.lora.rank
@@ -118,8 +114,8 @@ def estimate_memory(
     averaged = bool(settings.algorithm.kl.coefficient) and settings.reference.kind != "frozen"
     return MemoryEstimate(
         policy=_trained(shape, settings, ranks, tokens, lora=rank, averaged=averaged),
-        critic=_trained(critic or shape, settings, ranks, tokens, lora=0, averaged=False) if own_critic else None,
-        reference=_reference(reference or shape, settings, ranks, other=reference is not None),
+        critic=_trained(shape, settings, ranks, tokens, lora=0, averaged=False) if own_critic else None,
+        reference=_reference(shape, settings, ranks),
         engine_weights=2 * shape.parameters // engine.ranks,
         engine_cache=engine.cache_tokens * cache_bytes(shape, engine.ranks),
     )
@@ -185,11 +181,11 @@ def _gradients(engine: DeepSpeedSettings, trained: int, ranks: int, size: int, *
     return accumulated + bucket, FLOAT32 * min(share, SUB_GROUP) if not engine.offload_optimizer else 0
 
 
-def _reference(shape: ModelShape, settings: TrainerSettings, ranks: int, *, other: bool) -> int:
+def _reference(shape: ModelShape, settings: TrainerSettings, ranks: int) -> int:
     """Return the bytes of the reference: none without a divergence, or if adapters make it the policy itself."""
     own, stage = settings.reference, settings.engine.zero_stage
     size = 2 if _dtype(settings) == "bfloat16" else FLOAT32
-    shared = settings.model.lora.rank and not other
+    shared = settings.model.lora.rank and own.model is None
     if not settings.algorithm.kl.coefficient or (shared and (own.kind == "frozen" or stage < 3)):
         return 0
     if stage == 3 and ranks > 1:  # fully_shard gathers a layer, and embedding and output layer

@@ -15,6 +15,7 @@ import subprocess
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -49,13 +50,9 @@ class ProcessFailed(ForayError):
     def __init__(self, name: str, what: str, *, code: int | None, log: Path, tail: str) -> None:
         super().__init__(f"{name} {what}")
         self.name, self.what, self.code, self.log, self.tail = name, what, code, log, tail
+        self.exit_code = code if code in NOT_RESTARTED else ForayError.exit_code
         self.cause = ""
         """What happened before that, if it may be the cause."""
-
-    @property
-    def exit_code(self) -> int:
-        """Return the exit code of the command: that of the process if it is in NOT_RESTARTED, else 1."""
-        return self.code if self.code in NOT_RESTARTED else 1
 
     @property
     def state(self) -> str:
@@ -231,7 +228,7 @@ class ManagedProcess(Child):
         if self._popen.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
-            self._signal_group(signal.SIGKILL)
+            self._kill_group()
         return self._popen.poll()
 
     def terminate(self) -> None:
@@ -242,7 +239,7 @@ class ManagedProcess(Child):
     def kill(self) -> None:
         """Kill its whole group immediately."""
         if self.poll() is None:
-            self._signal_group(signal.SIGKILL)
+            self._kill_group()
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """Return the last log lines of this process, not of an earlier one with the same name."""
@@ -252,12 +249,9 @@ class ManagedProcess(Child):
         """Return the resident memory of this process and those below it."""
         return memory_mib(self.pid)
 
-    def _signal_group(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):
-            # empty, or only zombies
-            pass
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # empty, or only zombies
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def _die_with_parent(parent: int, end: signal.Signals) -> Callable[[], None]:

@@ -143,13 +143,12 @@ class RunSnapshot:
         """Return the number of evaluation requests in progress."""
         return int(sum(p.values.get("evaluations", 0.0) for p in self.of("rollout")))
 
-    def evaluation_lines(self) -> list[str]:
-        """Return lines about evaluations in progress, and the learner's last validation."""
+    @property
+    def validations(self) -> dict[str, str]:
+        """Return what the learner says of its validation in progress ("validates") and of the last ("validated")."""
         text = self.learner.text if self.learner else {}
-        running = f"{self.evaluations} evaluation{'s' if self.evaluations > 1 else ''} running"
-        found = {"episodes": running if self.evaluations else "", "validates": text.get("validating", "")}
-        found["validated"] = text.get("validation", "")
-        return [f"{name:<10}{line}" for name, line in found.items() if line]
+        found = {"validates": text.get("validating", ""), "validated": text.get("validation", "")}
+        return {name: line for name, line in found.items() if line}
 
     @property
     def pinned_evaluations(self) -> int:

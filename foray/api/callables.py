@@ -33,7 +33,6 @@ class SearchEngine(Protocol):
 
     def search(self, query: str) -> Iterable[str | Mapping[str, Any] | Passage]:
         """Return passages, best first: texts, mappings (`contents`, or `title` and `text`; `id`), or `Passage`s."""
-        ...
 
 
 class CallableServer:

@@ -116,19 +116,21 @@ def _fates(found: Located, client: redis.Redis | None) -> Fates:
     return Fates(read_ledger(found.directory), frozenset(seq for raw in members if (seq := number_of(raw))))
 
 
-def _letters(args: argparse.Namespace, found: Located, client: redis.Redis | None, *, bodies: bool) -> list[DeadLetter]:
+def _letters(
+    args: argparse.Namespace, found: Located, client: redis.Redis | None, wanted: list[str], *, bodies: bool = False
+) -> list[DeadLetter]:
+    """Return the dead letters with the reason of --reason, and with a seq or id of `wanted`, if any is given."""
     from foray.watch.dead_letters import read_letters
 
     letters = read_letters(client, found.run.id, found.directory, bodies=bodies)
-    return [letter for letter in letters if not args.reason or letter.reason == args.reason]
+    letters = [letter for letter in letters if not args.reason or letter.reason == args.reason]
+    return [letter for letter in letters if not wanted or letter.id in wanted or str(letter.seq) in wanted]
 
 
 def _list(args: argparse.Namespace, found: Located, client: redis.Redis | None, wanted: list[str]) -> None:
     from foray.watch.dead_letter_pages import as_json, listing
 
-    letters, fates = _letters(args, found, client, bodies=False), _fates(found, client)
-    if wanted:
-        letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
+    letters, fates = _letters(args, found, client, wanted), _fates(found, client)
     if args.json:
         print(_json(as_json(found.run.id, letters, fates, reason=args.reason)))
     else:
@@ -141,8 +143,7 @@ def _show(args: argparse.Namespace, found: Located, client: redis.Redis | None, 
 
     if not wanted:
         raise UserError("no seq or id is given", todo="`foray dlq list` shows them; then foray dlq show SEQ")
-    letters, fates = _letters(args, found, client, bodies=True), _fates(found, client)
-    letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
+    letters, fates = _letters(args, found, client, wanted, bodies=True), _fates(found, client)
     recorded = [int(text) for text in wanted if _SEQ.match(text) and int(text) in fates.reopenable]
     if not letters and not recorded:
         raise UserError(f"no dead letter found for {', '.join(wanted)}", todo="`foray dlq list` shows all of them")
@@ -179,9 +180,7 @@ def _purge(args: argparse.Namespace, found: Located, client: redis.Redis, wanted
     from deploy.run.snapshot import take_snapshot
     from foray.watch.dead_letters import purge_file, purge_stream
 
-    letters = _letters(args, found, client, bodies=False)
-    if wanted:
-        letters = [letter for letter in letters if letter.id in wanted or str(letter.seq) in wanted]
+    letters = _letters(args, found, client, wanted)
     if args.files and take_snapshot(found.redis_url, found.run.id, found.directory).lease_ms:
         raise UserError(
             "the learner is running and may be writing its file", todo="stop it first, or purge without --files"

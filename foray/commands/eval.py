@@ -26,13 +26,12 @@ from protocol.runtime.progress import Progress
 from protocol.settings import SECTIONS
 
 if TYPE_CHECKING:
-    from foray.evaluation.methods.base import MethodSettingsBase
-    from foray.evaluation.report import Other
-    from foray.evaluation.runner import AskOptions
+    from foray.evaluation.report import EvalResult
+    from foray.evaluation.runner import EvalJob
     from foray.evaluation.store import ResultStore
     from foray.evaluation.suites import DataSet
     from foray.evaluation.summary import Summary
-    from foray.evaluation.targets import Served, Target
+    from foray.evaluation.targets import Target
     from rollout_server.rewards.judge import JudgeSettings
 
 
@@ -127,9 +126,8 @@ def _separate_overrides(args: argparse.Namespace) -> None:
 
 def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argparse.Namespace) -> int:
     from deploy.launch.launcher import RunStopped
-    from deploy.launch.process import ProcessFailed
     from foray.evaluation.methods import POLICY, parse_methods
-    from foray.evaluation.runner import AskOptions
+    from foray.evaluation.runner import AskOptions, EvalJob
     from foray.evaluation.store import open_store, sole_writer
     from foray.evaluation.targets import Needs, ServingOptions, serving
 
@@ -149,10 +147,11 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
     say = Progress.on(sys.stderr, stamp=lambda: time.strftime("%H:%M:%S "))
     try:
         with sole_writer(directory), serving(target, needs, options, directory, say) as served:
-            recipe = _recipe(served, methods, sets, sampler, judge)
+            job = EvalJob(served, methods, sets, sampler, judge)
+            recipe = _recipe(job)
             store = open_store(directory, recipe, resume=args.resume)
             try:
-                _ask(served, methods, sets, sampler, judge, store)
+                _ask(job, store)
             except BaseException:
                 store.close()  # what ends now was ended by the stop
                 if store.rows:
@@ -162,9 +161,6 @@ def _evaluate(target: Target, sets: list[DataSet], directory: Path, args: argpar
             store.close()
     except RunStopped as stopped:
         return 130 if stopped.number == signal.SIGINT else 1
-    except ProcessFailed as failure:
-        print(failure.render(), file=sys.stderr, flush=True)
-        return failure.exit_code
     return _report(directory, recipe, store.rows, args)
 
 
@@ -174,34 +170,23 @@ def _again(args: argparse.Namespace, directory: Path) -> str:
     return f"{args.again}{'' if args.resume else ' --resume'}{out}"
 
 
-def _ask(
-    served: Served,
-    methods: list[MethodSettingsBase],
-    sets: list[DataSet],
-    sampler: AskOptions,
-    judge: JudgeSettings | None,
-    store: ResultStore,
-) -> None:
+def _ask(job: EvalJob, store: ResultStore) -> None:
     from foray.evaluation.runner import ask_all, judge_all, open_questions, unjudged
 
-    asked = sum(sampler.n * len(open_questions(sets, store.rows, settings.type, sampler.n)) for settings in methods)
-    served.during(lambda task: ask_all(served, methods, sets, sampler, store, task), "evaluating", asked, "episodes")
-    if judge is not None:
-        served.during(lambda task: judge_all(judge, store, sets, task), "judging", len(unjudged(store)), "episodes")
+    during = job.served.during
+    asked = sum(job.sampler.n * len(open_questions(job, store, settings.type)) for settings in job.methods)
+    during(lambda task: ask_all(job, store, task), "evaluating", asked, "episodes")
+    if job.judge is not None:
+        during(lambda task: judge_all(job, store, task), "judging", len(unjudged(store)), "episodes")
 
 
-def _recipe(
-    served: Served,
-    methods: list[MethodSettingsBase],
-    sets: list[DataSet],
-    sampler: AskOptions,
-    judge: JudgeSettings | None,
-) -> dict[str, Any]:
+def _recipe(job: EvalJob) -> dict[str, Any]:
     from foray.evaluation import recipe
     from foray.evaluation.methods import POLICY
     from foray.evaluation.runner import prompts_of
     from foray.versions import foray_version
 
+    served, sampler, judge = job.served, job.sampler, job.judge
     prompts = recipe.digest(vars(prompts_of(served)))
     template = recipe.template_of(served.environment)
     own: dict[str, dict[str, Any]] = {POLICY: {"template": template}} if served.rollout_url else {}
@@ -211,13 +196,13 @@ def _recipe(
         "subject": served.subject,
         "methods": {
             settings.type: own.get(settings.type) or {**settings.model_dump(mode="json"), "prompts": prompts}
-            for settings in methods
+            for settings in job.methods
         },
         "limits": recipe.limits_of(served.environment),
         "sampler": {name: getattr(sampler, name) for name in ("n", "temperature", "top_p", "top_k")},
         "search": sampler.search,
         "retriever": recipe.retriever_of(_info(served.search.urls[0]), served.search.topk) if served.search else None,
-        "data": recipe.data_of(sets),
+        "data": recipe.data_of(job.sets),
         "judge": {"model": judge.model, "instructions": recipe.digest(judge.instructions)} if judge else None,
     }
 
@@ -248,16 +233,16 @@ def _judge(args: argparse.Namespace) -> JudgeSettings | None:
     return JudgeSettings(url=args.judge, model=args.judge_model, api_key_variable=key)
 
 
-def _other(directory: Path) -> Other:
-    from foray.evaluation.report import Other
+def _other(directory: Path) -> EvalResult:
+    from foray.evaluation.report import EvalResult
     from foray.evaluation.store import read_recipe, read_rows
 
-    return Other(directory, read_recipe(directory), read_rows(directory))
+    return EvalResult(directory.name, read_recipe(directory), read_rows(directory))
 
 
 def _report(directory: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], args: argparse.Namespace) -> int:
     """Write and print the report. Return the exit code."""
-    from foray.evaluation.report import document_of, to_json
+    from foray.evaluation.report import EvalResult, document_of, to_json
     from foray.evaluation.summary import summarise
     from foray.watch import page
 
@@ -267,9 +252,8 @@ def _report(directory: Path, recipe: dict[str, Any], rows: list[dict[str, Any]],
     rows = sorted(rows, key=lambda row: order.get(row["method"], len(order)))
     summary: Summary = summarise(rows)
     others = [_other(path) for path in args.against]
-    name = directory.absolute().name
-    document = document_of(name, recipe, rows, summary, others)
-    numbers = to_json(name, recipe, rows, summary, others)
+    result = EvalResult(directory.absolute().name, recipe, rows)
+    document, numbers = document_of(result, summary, others), to_json(result, summary, others)
     atomic_write(directory / "result.json", json.dumps(numbers, indent=1) + "\n", durable=False)
     atomic_write(directory / "report.md", page.to_markdown(document), durable=False)
     atomic_write(directory / "report.html", page.to_html(document), durable=False)

@@ -75,7 +75,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 after SIGTERM, 130 after Ctrl-C, 1 if a process failed. Raises UserError."""
     from deploy.launch.launcher import RunStopped
-    from deploy.launch.process import ProcessFailed
     from foray.evaluation.targets import Needs, ServingOptions, find_target, serving
 
     target = find_target(args.policy, "serve")
@@ -98,9 +97,6 @@ def run(args: argparse.Namespace) -> int:
             _serve(served, chosen, made, args.json)
     except RunStopped as stopped:
         return 130 if stopped.number == signal.SIGINT else 0
-    except ProcessFailed as failure:
-        print(failure.render(), file=sys.stderr, flush=True)
-        return failure.exit_code
     return 0
 
 

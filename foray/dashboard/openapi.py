@@ -5,29 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from protocol.runtime.http.openapi import (
-    EVENTS,
-    OPEN,
-    REFUSALS,
-    STRING,
-    Object,
-    document,
-    failures,
-    operation,
-    parameter,
-    response,
-)
+from protocol.runtime.http import openapi as made
+from protocol.runtime.http.openapi import ARRAY, EVENTS, JSON, OBJECT, STRING, WHOLE, Object, parameter, record
 
-ERROR: Object = {"type": "object", "required": ["error"], "properties": {"error": STRING}}
-OBJECT: Object = {"type": "object"}
-WHOLE: Object = {"type": "integer", "minimum": 0}
+ERROR = record(error=STRING)
 
 
 class DashboardRoute(NamedTuple):
     """One route: what it returns or does, the media type, the parameters of its query, its method."""
 
     summary: str
-    kind: str = "application/json"
+    kind: str = JSON
     query: Sequence[str] = ()
     method: str = "get"
     """A `post` needs the role operator."""
@@ -38,11 +26,7 @@ _FILTERS = (
     *("status", "source", "reward_min", "reward_max", "step_min", "step_max", "version", "text", "signal", "seq"),
     *("order", "limit", "offset"),
 )
-_QUESTION: Object = {
-    "type": "object",
-    "required": ["server", "model", "messages"],
-    "properties": {"server": WHOLE, "model": STRING, "messages": {"type": "array"}, "search": {"type": "boolean"}},
-}
+_QUESTION = record(server=WHOLE, model=STRING, messages=ARRAY, optional={"search": {"type": "boolean"}})
 ROUTES: Mapping[str, DashboardRoute] = {
     "/health": DashboardRoute("The event loop runs."),
     "/ready": DashboardRoute("The same."),
@@ -80,18 +64,17 @@ ROUTES: Mapping[str, DashboardRoute] = {
 
 def describe() -> Object:
     """Return the whole document."""
-    return document(
-        "Foray dashboard", {path: {route.method: _operation(path, route)} for path, route in ROUTES.items()}
-    )
+    paths = {path: {route.method: _operation(path, route)} for path, route in ROUTES.items()}
+    return made.document("Foray dashboard", paths)
 
 
 def _operation(path: str, route: DashboardRoute) -> Object:
-    answers = {"200": response("the answer", OBJECT if route.kind == "application/json" else STRING, route.kind)}
+    answers = {"200": made.response("the answer", OBJECT if route.kind == JSON else STRING, route.kind)}
     if path in ("/health", "/ready"):
-        return operation(answers, summary=route.summary, security=OPEN)
+        return made.operation(answers, summary=route.summary, security=made.OPEN)
     wrong = {"400": "a parameter is not valid, or nothing was found", "503": "a file of the run cannot be read"}
     named = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     parameters = [parameter(name, "path", STRING if name == "engine" else WHOLE) for name in named]
     parameters += [parameter(name, "query") | {"required": name == "names"} for name in route.query]
-    refused = failures({**REFUSALS, **wrong}, ERROR)
-    return operation(answers | refused, summary=route.summary, body=route.body, parameters=parameters)
+    refused = made.failures({**made.REFUSALS, **wrong}, ERROR)
+    return made.operation(answers | refused, summary=route.summary, body=route.body, parameters=parameters)

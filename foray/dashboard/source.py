@@ -84,9 +84,10 @@ class RunData:
         """Return the page of `foray status --json` and what only the dashboard shows."""
         self.read_steps()
         snapshot, waits = self.snapshot()
+        evaluates = [f"evaluations running: {snapshot.evaluations}"] if snapshot.evaluations else []
         return to_json(snapshot, max_lag=self.found.run.max_lag) | {
             "waits": waits,
-            "evaluation_lines": snapshot.evaluation_lines(),
+            "evaluation_lines": [*evaluates, *(f"{name} {line}" for name, line in snapshot.validations.items())],
             "max_lag": self.found.run.max_lag,
             "steps": self.found.run.steps,
             "last": self.steps.last,

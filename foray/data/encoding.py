@@ -9,7 +9,6 @@ Parts are encoded apart, as in a rollout, where the policy's tokens are sampled 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pydantic import ValidationError
 
 from learner.sft.batches import SftExample
 from protocol.errors import UserError
+from protocol.runtime.files import read_json_object
 from protocol.runtime.records import Record, RecordKind, RecordReader
 from protocol.search import Passage
 from rollout_server.environment.config import EnvironmentSettings
@@ -68,9 +68,7 @@ class DemonstrationEncoder:
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
-        path = self._model / "tokenizer_config.json"
-        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return config
+        return read_json_object(self._model / "tokenizer_config.json")
 
     @cached_property
     def _chat(self) -> ChatTemplate:

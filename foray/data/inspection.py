@@ -11,6 +11,7 @@ from typing import Any
 
 from deploy.terminal import escape_untrusted
 from foray.data.dedupe import words_of
+from foray.data.files import record_of
 from learner.config.questions import QuestionSource
 from learner.data.formats import detect as detect_questions
 from learner.data.questions import QUESTIONS, empty, format_of, read_questions
@@ -62,7 +63,7 @@ def inspect_questions(path: Path, form: str, examples: int, config: Path | None,
         "question_words": _lengths([len(q.text.split()) for q in questions]),
         "answer_words": _lengths([len(answer.split()) for q in questions for answer in q.answers]),
         **_golds(questions),
-        "examples": [_example(q) for q in questions[:examples]],
+        "examples": [record_of(q) for q in questions[:examples]],
     }
     return report | _prompts(questions, config)
 
@@ -222,17 +223,6 @@ def _prompts(questions: Sequence[Question], path: Path | None) -> dict[str, Any]
     }
     first = environment.prompt_tokenizer.decode(environment.prompt(questions[0].text))
     return {"prompt": first, "prompts": prompts}
-
-
-def _example(question: Question) -> dict[str, Any]:
-    meta = {name: value for name, value in question.meta.items() if name != "supporting_ids"}
-    return {
-        "id": question.id,
-        "question": question.text,
-        "answers": list(question.answers),
-        **meta,
-        **({"supporting_ids": list(question.supporting)} if question.supporting else {}),
-    }
 
 
 def _passage(document: Any) -> dict[str, Any]:

@@ -50,7 +50,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 if the demo finished, 1 if a process failed, 130 after Ctrl-C."""
     from deploy.launch.launcher import RunStopped
-    from deploy.launch.process import ProcessFailed
     from deploy.run.run_dir import saved
     from foray.demo.run import DemoOptions, prepare, run_demo
 
@@ -83,9 +82,6 @@ def run(args: argparse.Namespace) -> int:
         for line in saved(directory, f"foray up {prepared.config_path}"):
             say(line)
         return 130 if stopped.number == signal.SIGINT else 0
-    except ProcessFailed as failure:
-        print(failure.render(), file=sys.stderr, flush=True)
-        return failure.exit_code
     (directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(summary_text(summary), file=out, flush=True)
     print(f"\nmore examples: foray replay {directory} --show 3", file=out, flush=True)

@@ -49,7 +49,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every variant finished, else the exit status of the first one that did not."""
-    from deploy.launch.process import ProcessFailed
     from foray.demo.run import DemoOptions, prepare, run_demo
 
     out = sys.stderr if args.json else sys.stdout
@@ -70,11 +69,7 @@ def run(args: argparse.Namespace) -> int:
         directory = args.dir / name
         overrides = [with_weights(item, args.dir) for item in overrides]
         prepared = prepare(DemoOptions(directory, args.seed, False, model, (*shared, *overrides), args.fresh), say)
-        try:
-            summary = run_demo(prepared, began, say)
-        except ProcessFailed as failure:
-            print(failure.render(), file=sys.stderr, flush=True)
-            return failure.exit_code
+        summary = run_demo(prepared, began, say)
         model = model or directory / "model"
         (directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         rows[name] = row(summary)

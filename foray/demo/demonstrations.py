@@ -12,7 +12,7 @@ running system.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,6 @@ from foray.demo.world import (
     Fact,
     Lookup,
     Puzzle,
-    Step,
     World,
     encode,
 )
@@ -106,34 +105,40 @@ def query(relation: str, name: str) -> str:
     return f"{relation} of {name}"
 
 
-def _look_up(shown: Demonstration, scene: Scene, step: Step, topk: int) -> None:
-    wanted = query(step.relation, step.name)
-    shown.search(wanted)
-    shown.observation(scene.world, scene.lookup.top(wanted, topk))
-    shown.quote(step.found)
-
-
-def _trajectory(scene: Scene, puzzle: Puzzle, facts: Sequence[Fact], topk: int) -> Demonstration:
-    """Look up `facts` in order and answer with the last one."""
+def _begun(puzzle: Puzzle, thought: str = THOUGHT) -> Demonstration:
     shown = Demonstration()
     shown.prompt(puzzle.question)
-    shown.policy(f"<think> {THOUGHT} </think>")
-    for step in scene.world.steps(facts):
-        _look_up(shown, scene, step, topk)
-    shown.answer(facts[-1].value)
+    shown.policy(f"<think> {thought} </think>")
     return shown
+
+
+def _trajectory(
+    scene: Scene, puzzle: Puzzle, lookups: Iterable[tuple[str, Fact]], answer: str, topk: int
+) -> Demonstration:
+    """Send queries in order, quote a fact after each, and answer."""
+    shown = _begun(puzzle)
+    for wanted, found in lookups:
+        shown.search(wanted)
+        shown.observation(scene.world, scene.lookup.top(wanted, topk))
+        shown.quote(found)
+    shown.answer(answer)
+    return shown
+
+
+def _follow(scene: Scene, puzzle: Puzzle, facts: Sequence[Fact], topk: int) -> Demonstration:
+    """Look up `facts` in order and answer with the last one."""
+    steps = ((query(step.relation, step.name), step.found) for step in scene.world.steps(facts))
+    return _trajectory(scene, puzzle, steps, facts[-1].value, topk)
 
 
 def ideal(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Look up every fact of the chain, quote each, answer with the last."""
-    return _trajectory(scene, puzzle, puzzle.chain, topk)
+    return _follow(scene, puzzle, puzzle.chain, topk)
 
 
 def guess(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Answer immediately with a random name of this world."""
-    shown = Demonstration()
-    shown.prompt(puzzle.question)
-    shown.policy(f"<think> {GUESS_THOUGHT} </think>")
+    shown = _begun(puzzle, GUESS_THOUGHT)
     shown.answer(scene.rng.choice(scene.lookup.names))
     return shown
 
@@ -145,41 +150,25 @@ def _other_fact(scene: Scene, fact: Fact) -> Fact:
 
 def wrong_query(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Query the subject's other relation, then quote and answer what was found."""
-    return _trajectory(scene, puzzle, [_other_fact(scene, puzzle.chain[0])], topk)
+    return _follow(scene, puzzle, [_other_fact(scene, puzzle.chain[0])], topk)
 
 
 def wrong_fact(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Find the right passage, but quote and answer its other fact."""
-    shown = Demonstration()
-    shown.prompt(puzzle.question)
-    shown.policy(f"<think> {THOUGHT} </think>")
     fact = puzzle.chain[0]
-    wanted = query(fact.relation, fact.subject)
-    shown.search(wanted)
-    shown.observation(scene.world, scene.lookup.top(wanted, topk))
     other = _other_fact(scene, fact)
-    shown.quote(other)
-    shown.answer(other.value)
-    return shown
+    return _trajectory(scene, puzzle, [(query(fact.relation, fact.subject), other)], other.value, topk)
 
 
 def skipped_hop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Query the last relation of the first subject, which has none, and answer the first value found."""
-    shown = Demonstration()
-    shown.prompt(puzzle.question)
-    shown.policy(f"<think> {THOUGHT} </think>")
     first, last = puzzle.chain[0], puzzle.chain[-1]
-    wanted = query(last.relation, first.subject)
-    shown.search(wanted)
-    shown.observation(scene.world, scene.lookup.top(wanted, topk))
-    shown.quote(first)
-    shown.answer(first.value)
-    return shown
+    return _trajectory(scene, puzzle, [(query(last.relation, first.subject), first)], first.value, topk)
 
 
 def early_stop(scene: Scene, puzzle: Puzzle, topk: int) -> Demonstration:
     """Do the first hop correctly and answer with its value."""
-    return _trajectory(scene, puzzle, puzzle.chain[:1], topk)
+    return _follow(scene, puzzle, puzzle.chain[:1], topk)
 
 
 Behaviour = Callable[[Scene, Puzzle, int], Demonstration]

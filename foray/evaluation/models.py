@@ -100,7 +100,6 @@ class LanguageModel(Protocol):
         self, prompt: ModelPrompt, *, max_tokens: int, stop: Sequence[str], sampling: Sampling
     ) -> Generated:
         """Continue `prompt`. Raises EpisodeFailed."""
-        ...
 
 
 def encode(prompt: ModelPrompt, tokenizer: TrajectoryTokenizer) -> list[int]:

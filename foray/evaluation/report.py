@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from foray.evaluation.published import rows_for
@@ -33,46 +33,43 @@ TESTS = (
 )
 
 
-class Other:
-    """Another result to compare with: its directory, recipe and episodes."""
+@dataclass(frozen=True)
+class EvalResult:
+    """A result: its name, recipe and episodes."""
 
-    def __init__(self, directory: Path, recipe: EvalRecipe, rows: Sequence[Row]) -> None:
-        self.name, self.recipe, self.rows = directory.name, recipe, rows
+    name: str
+    recipe: EvalRecipe
+    rows: Sequence[Row]
 
 
-def document_of(
-    name: str, recipe: EvalRecipe, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
-) -> Report:
+def document_of(result: EvalResult, summary: Summary, against: Sequence[EvalResult] = ()) -> Report:
     """Return the report of a result, with comparisons to other results."""
-    settings = tuple((name, "-" if value is None else str(value)) for name, value in leaves(recipe))
+    settings = tuple((name, "-" if value is None else str(value)) for name, value in leaves(result.recipe))
     sections = [
         *_warnings(summary),
         Section("Scores", (INTERVALS,), _scores(summary)),
         *_compared("Methods compared", summary.comparisons),
-        *(section for other in against for section in _against(name, recipe, rows, other)),
+        *(section for other in against for section in _against(result, other)),
         Section(
             "Wrong answers by cause", tuple(f"{_words(k)}: {v}." for k, v in FAILURES.items()), _failures(summary.cells)
         ),
         Section("Cost per question", (), _costs(summary.cells)),
         *_published(summary),
         Section("Recipe", (), ReportTable(("setting", "value"), settings)),
-        *_examples(rows),
+        *_examples(result.rows),
     ]
-    subject = recipe["subject"]
-    facts = [(key, str(value)) for key, value in subject.items() if value]
+    facts = [(key, str(value)) for key, value in result.recipe["subject"].items() if value]
     if summary.versions:
         facts.append(("policy version", ", ".join(f"{v or 'unknown'} ({n})" for v, n in summary.versions.items())))
-    return Report(f"Evaluation of {name}", tuple(sections), tuple(facts))
+    return Report(f"Evaluation of {result.name}", tuple(sections), tuple(facts))
 
 
-def to_json(
-    name: str, recipe: EvalRecipe, rows: Sequence[Row], summary: Summary, against: Sequence[Other] = ()
-) -> dict[str, Any]:
+def to_json(result: EvalResult, summary: Summary, against: Sequence[EvalResult] = ()) -> dict[str, Any]:
     """Return the numbers of the report as JSON values; NaN as null."""
-    comparisons = [*summary.comparisons, *(c for other in against for c in _comparisons(name, rows, other))]
+    comparisons = [*summary.comparisons, *(c for other in against for c in _comparisons(result, other))]
     return {
-        "name": name,
-        "protocol": recipe,
+        "name": result.name,
+        "protocol": result.recipe,
         "versions": summary.versions,
         "mixed_versions": summary.mixed,
         "scores": [
@@ -97,7 +94,7 @@ def to_json(
             {"metric": c.metric, "first": c.first, "second": c.second, "data_set": c.data_set, **_plain(vars(c.test))}
             for c in comparisons
         ],
-        "protocol_differences": {other.name: differences(other.recipe, recipe) for other in against},
+        "protocol_differences": {other.name: differences(other.recipe, result.recipe) for other in against},
     }
 
 
@@ -168,24 +165,24 @@ def _tested(test: PairedTest) -> tuple[str, str, str]:
     return f"{test.difference:+.3f}", f"[{test.low:+.3f}, {test.high:+.3f}]", p
 
 
-def _comparisons(name: str, rows: Sequence[Row], other: Other) -> list[Comparison]:
+def _comparisons(result: EvalResult, other: EvalResult) -> list[Comparison]:
     """Return the tests of the same method in both, else of each method there with the reference method here."""
-    here, there = (list(dict.fromkeys(row["method"] for row in side)) for side in (rows, other.rows))
+    here, there = (list(dict.fromkeys(row["method"] for row in side)) for side in (result.rows, other.rows))
     reference = REFERENCE if REFERENCE in here else here[0] if here else ""
     pairs = [(one, one) for one in there if one in here] + [(one, reference) for one in there if one not in here]
     return [
         comparison
         for first, second in pairs
         for comparison in compare(
-            other.rows, rows, first, second, labels=(f"{other.name}: {first}", f"{name}: {second}")
+            *(other.rows, result.rows, first, second), labels=(f"{other.name}: {first}", f"{result.name}: {second}")
         )
     ]
 
 
-def _against(name: str, recipe: EvalRecipe, rows: Sequence[Row], other: Other) -> list[Section]:
-    different = differences(other.recipe, recipe)
+def _against(result: EvalResult, other: EvalResult) -> list[Section]:
+    different = differences(other.recipe, result.recipe)
     notes = [f"The two were made under different conditions: {'; '.join(different)}."] if different else []
-    found = _compared(f"Compared with {other.name}", _comparisons(name, rows, other), notes)
+    found = _compared(f"Compared with {other.name}", _comparisons(result, other), notes)
     return found or [Section(f"Compared with {other.name}", ("The two have no question in common.",), warning=True)]
 
 

@@ -59,38 +59,42 @@ class AskOptions:
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k or -1)
 
 
+@dataclass(frozen=True)
+class EvalJob:
+    """What is evaluated: `methods` on `sets`, asked as `sampler` says, and graded by `judge` if there is one."""
+
+    served: Served
+    methods: Sequence[MethodSettingsBase]
+    sets: Sequence[DataSet]
+    sampler: AskOptions
+    judge: JudgeSettings | None = None
+
+
 def prompts_of(served: Served) -> Prompts:
     """Return the prompts of the methods for the model that is served."""
     return prompts_for(served.environment.template) if served.environment else ENGLISH
 
 
-def ask_all(
-    served: Served,
-    methods: Sequence[MethodSettingsBase],
-    sets: Sequence[DataSet],
-    sampler: AskOptions,
-    store: ResultStore,
-    task: TaskProgress,
-) -> None:
+def ask_all(job: EvalJob, store: ResultStore, task: TaskProgress) -> None:
     """Ask every question by every method, except those that `store` has complete. Raises ForayError or UserError."""
-    prompts = prompts_of(served)
-    own = [settings for settings in methods if not (settings.type == POLICY and served.rollout_url)]
+    prompts = prompts_of(job.served)
+    own = [settings for settings in job.methods if not (settings.type == POLICY and job.served.rollout_url)]
     built = {settings.type: build_method(settings, prompts) for settings in own}  # all, before the first question
-    for settings in methods:
+    for settings in job.methods:
         task.note = settings.type
-        remaining = open_questions(sets, store.rows, settings.type, sampler.n)
+        remaining = open_questions(job, store, settings.type)
         if not remaining:
             continue
         if settings.type in built:
-            asyncio.run(_ask_method(served, settings, built[settings.type], remaining, sampler, store, task))
+            asyncio.run(_ask_method(job, settings, built[settings.type], remaining, store, task))
         else:
-            _ask_policy(served, remaining, sampler, store, task)
+            _ask_policy(job, remaining, store, task)
 
 
-def open_questions(sets: Sequence[DataSet], rows: Sequence[Row], method: str, n: int) -> list[tuple[str, Question]]:
+def open_questions(job: EvalJob, store: ResultStore, method: str) -> list[tuple[str, Question]]:
     """Return (data set, question) without `n` stored episodes of `method` that did not fail."""
-    have = Counter((r["data_set"], r["question_id"]) for r in rows if r["method"] == method and not is_failed(r))
-    return [(s.name, q) for s in sets for q in s.questions if have[s.name, q.id] < n]
+    have = Counter((r["data_set"], r["question_id"]) for r in store.rows if r["method"] == method and not is_failed(r))
+    return [(s.name, q) for s in job.sets for q in s.questions if have[s.name, q.id] < job.sampler.n]
 
 
 def row_of(data_set: str, question: Question, method: str, index: int, found: dict[str, Any]) -> Row:
@@ -115,12 +119,9 @@ def row_of(data_set: str, question: Question, method: str, index: int, found: di
 
 
 def _ask_policy(
-    served: Served,
-    remaining: Sequence[tuple[str, Question]],
-    sampler: AskOptions,
-    store: ResultStore,
-    task: TaskProgress,
+    job: EvalJob, remaining: Sequence[tuple[str, Question]], store: ResultStore, task: TaskProgress
 ) -> None:
+    served, sampler = job.served, job.sampler
     # ids are unique within one data set only
     by_id = {str(number): pair for number, pair in enumerate(remaining)}
     failures = _Failures()
@@ -173,15 +174,14 @@ def _policy_episode(episode: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _ask_method(
-    served: Served,
+    job: EvalJob,
     settings: MethodSettingsBase,
     method: Method,
     remaining: Sequence[tuple[str, Question]],
-    sampler: AskOptions,
     store: ResultStore,
     task: TaskProgress,
 ) -> None:
-    resources = RewardResources()
+    served, sampler, resources = job.served, job.sampler, RewardResources()
     search = build_search(served.search if served.search and sampler.search else NoSearchSettings())
     places = iter([(name, question, index) for name, question in remaining for index in range(sampler.n)])
     failures = _Failures()
@@ -270,25 +270,19 @@ def unjudged(store: ResultStore) -> list[Row]:
     return [row for row in store.rows if "judge" not in row["metrics"] and not is_failed(row)]
 
 
-def judge_all(settings: JudgeSettings, store: ResultStore, sets: Sequence[DataSet], task: TaskProgress) -> None:
+def judge_all(job: EvalJob, store: ResultStore, task: TaskProgress) -> None:
     """Add the judge's score to the episodes that have none. Each is stored at once.
 
     Raises UserError without an API key, ForayError if the judge fails.
     """
-    questions = {(s.name, q.id): q for s in sets for q in s.questions}
-    asyncio.run(_judge(settings, store, questions, unjudged(store), task))
+    asyncio.run(_judge(job, store, unjudged(store), task))
 
 
-async def _judge(
-    settings: JudgeSettings,
-    store: ResultStore,
-    questions: dict[tuple[str, str], Question],
-    rows: Sequence[Row],
-    task: TaskProgress,
-) -> None:
-    resources = RewardResources()
-    judge = Judge(settings, resources)
-    places = iter(rows)
+async def _judge(job: EvalJob, store: ResultStore, rows: Sequence[Row], task: TaskProgress) -> None:
+    assert job.judge is not None
+    questions = {(s.name, q.id): q for s in job.sets for q in s.questions}
+    resources, places = RewardResources(), iter(rows)
+    judge = Judge(job.judge, resources)
 
     async def worker() -> None:
         for row in places:

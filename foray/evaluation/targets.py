@@ -12,33 +12,21 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from deploy.config import RunConfig, expand, from_tree
-from deploy.run.run_dir import (
-    RESOLVED,
-    configuration_of,
-    is_held,
-    live_record,
-    locate,
-    model_settings,
-    read_configuration,
-    read_record,
-    unique_id,
-)
+from deploy.run import run_dir
 from deploy.run.snapshot import take_snapshot
 from foray.evaluation.models import ModelEndpoint, endpoint_settings, only_model
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, NodeState
 from protocol.runtime.config import SettingsTree, read_tree, with_overrides
-from protocol.runtime.files import atomic_write, lineage_of, model_digest
-from protocol.runtime.net import free_port
+from protocol.runtime.files import lineage_of, model_digest
 from protocol.runtime.progress import Progress, Say, TaskProgress
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 from rollout_server.environment.config import EnvironmentSettings
@@ -159,8 +147,8 @@ def find_target(where: str, what: str = "evaluate") -> Target:
         return Target("checkpoint", where)
     if (path / "config.json").is_file():
         return Target("model", where)
-    if path.is_dir() and (read_record(path) or configuration_of(path)):
-        return Target("run" if is_held(path) else "checkpoint", where)
+    if path.is_dir() and (run_dir.read_record(path) or run_dir.configuration_of(path)):
+        return Target("run" if run_dir.is_held(path) else "checkpoint", where)
     if not path.exists() and _HUB.fullmatch(where):
         return Target("model", _downloaded(where))
     raise UserError(
@@ -218,8 +206,8 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
     from deploy.launch.supervisor import EngineLosses
 
     directory = target.path
-    record = live_record(directory)
-    run = locate(Namespace(given=[str(directory)], config=None))
+    record = run_dir.live_record(directory)
+    run = run_dir.locate(Namespace(given=[str(directory)], config=None))
     seen = take_snapshot(run.redis_url, run.run.id, directory)
     urls = run.urls(seen, "rollout")
     if not urls and needs.policy:
@@ -232,8 +220,8 @@ def _running(target: Target, needs: Needs, options: ServingOptions, say: Say) ->
         )
     if needs.methods and record.get("trains", True):
         raise _policy_only("a run that trains")
-    found = configuration_of(directory)
-    config = from_tree(expand(read_configuration(found, directory), {})) if found else None
+    found = run_dir.configuration_of(directory)
+    config = from_tree(expand(run_dir.read_configuration(found, directory), {})) if found else None
     losses = EngineLosses(run.redis_url, run.run.id)
     during = monitoring(losses.read, say, lambda error: losses.explained(error, directory))
     engines = _ready(run.redis_url, run.run.id, directory) if needs.methods else ()
@@ -308,9 +296,9 @@ def tree_of(target: Target, options: ServingOptions, say: Say) -> SettingsTree:
         return read_tree(options.config, options.overrides)
     path = target.path.resolve()
     for place in (path, path.parent, path.parent.parent):
-        if place.is_dir() and (found := configuration_of(place)) is not None:
+        if place.is_dir() and (found := run_dir.configuration_of(place)) is not None:
             say(f"configuration: {found}")
-            return with_overrides(read_configuration(found, place), options.overrides)
+            return with_overrides(run_dir.read_configuration(found, place), options.overrides)
     return read_tree(None, options.overrides)
 
 
@@ -318,7 +306,7 @@ def _exported(where: Path, options: ServingOptions, directory: Path, say: Say) -
     """Return (state, folder): the checkpoint in `where` as a model folder below `directory`, written once."""
     from learner.model.export import export_model, find_state
 
-    initial, settings = model_settings(where, options.config)
+    initial, settings = run_dir.model_settings(where, options.config)
     if initial is None or not (initial / "config.json").is_file():
         raise UserError(
             f"cannot find the model that the run of {where} started from",
@@ -392,46 +380,19 @@ def _endpoint(target: Target, needs: Needs, options: ServingOptions, directory: 
             "the methods need a retriever",
             todo="give --retriever URL (start one with `foray retriever --config run.yaml`), or --config run.yaml",
         )
-    with _retriever(config, directory / "serve", say) as (url, during):
+    with _retriever(tree, directory / "serve", say) as (url, during):
         yield Served(subject, during, search=settings.model_copy(update={"urls": (url,)}), endpoint=endpoint)
 
 
 @contextmanager
-def _retriever(config: RunConfig, directory: Path, say: Say) -> Iterator[tuple[str, During]]:
+def _retriever(tree: SettingsTree, directory: Path, say: Say) -> Iterator[tuple[str, During]]:
     """Run the retriever of a configuration inside the block. Yields its URL, and what runs a function beside it."""
-    from deploy.launch.plan import Ready, plan
-    from deploy.launch.supervisor import Readiness, Supervisor
-    from deploy.run.addresses import Addresses, settle
+    from deploy.launch.launcher import Launcher
 
-    # without a Redis it registers nowhere: the port is chosen here
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    run = config.run.model_copy(update={"dir": directory, "id": unique_id("eval"), "redis_url": ""})
-    retriever = config.retriever.model_copy(update={"host": "127.0.0.1", "port": port})
-    launch = config.launch.model_copy(
-        update={
-            **{"secrets": None, "learner": False, "engines": 0, "eval_engines": 0, "rollouts": 0, "retrievers": 1},
-            **{"redis_host": ""},
-        }
-    )
-    config = config.model_copy(update={"run": run, "retriever": retriever, "launch": launch})
-    addresses = Addresses("", None)
-    resolved = directory / RESOLVED
-    resolved.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(resolved, settle(config, addresses).to_yaml(), durable=False)
-    progress = Progress.of(say)
-    supervisor = Supervisor(
-        is_ready=Readiness("", run.id),
-        ready_s=launch.ready_s,
-        say=progress,
-        beat=progress.beat,
-    )
-
-    try:
-        names: Sequence[str] = [
-            supervisor.spawn(replace(spec, ready=Ready.HTTP, url=url)).spec.name
-            for spec in plan(config, addresses, python=sys.executable, resolved=resolved)
-        ]
-        supervisor.await_ready(names)
-        yield url, monitoring(supervisor.check, progress)
-    finally:
-        supervisor.stop()
+    model = from_tree(expand(tree, {})).run.model  # not read: no process that is started needs it
+    config = serving_config(tree, model, directory, Needs(False, False, search=True), ServingOptions())
+    launch = config.launch.model_copy(update={"engines": 0, "retrievers": 1})
+    with Launcher(config.model_copy(update={"launch": launch}), say=say) as launcher:
+        launcher.start()
+        (url,) = take_snapshot(launcher.redis_url, config.run.id).urls("retriever")
+        yield url, launcher.during

@@ -10,6 +10,7 @@ from typing import Any
 
 from deploy.terminal import aligned, escape_untrusted, hexdump
 from foray.watch.dead_letters import DeadLetter, Fates
+from foray.watch.status import listed_reasons
 from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.header import check_body, read_header
@@ -38,14 +39,11 @@ def listing(letters: Sequence[DeadLetter], fates: Fates, *, reason: str = "") ->
         (str(seq), fates.of(seq), escape_untrusted(why, 32), "ledger", "-", "-", "failed; no dead letter")
         for seq, why in silent.items()
     ]
-    reasons = Counter(letter.reason for letter in letters)
-    counted = ", ".join(f"{number} {escape_untrusted(why, 32)}" for why, number in reasons.most_common()) or "none"
-    dead = Counter(fates.dead.values())
-    recorded = ", ".join(f"{number} {escape_untrusted(why, 32)}" for why, number in dead.most_common()) or "none"
+    found, dead = (Counter(reasons) for reasons in ((letter.reason for letter in letters), fates.dead.values()))
     return [
         *aligned(COLUMNS, rows),
-        f"{len(letters)} dead letters: {counted}",
-        f"{sum(dead.values())} seqs recorded as dead: {recorded}",
+        f"{len(letters)} dead letters: {listed_reasons(found) or 'none'}",
+        f"{dead.total()} seqs recorded as dead: {listed_reasons(dead) or 'none'}",
     ]
 
 

@@ -20,10 +20,10 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. `series`: (expression, legend). `unit` is one of Grafana's; `stacked` draws shares of a whole."""
+    """One panel. `series`: legend -> expression. `unit` is one of Grafana's; `stacked` draws shares of a whole."""
 
     title: str
-    series: tuple[tuple[str, str], ...]
+    series: Mapping[str, str]
     unit: str = "short"
     help: str = ""
     stacked: bool = False
@@ -31,19 +31,19 @@ class Panel:
 
 
 def _stat(title: str, expression: str, unit: str = "none", help: str = "") -> Panel:
-    return Panel(title, ((expression, "{{run}}"),), unit, help, stat=True)
+    return Panel(title, {"{{run}}": expression}, unit, help, stat=True)
 
 
 def _quantiles(title: str, histogram: str, by: str, unit: str, help: str = "") -> Panel:
-    series = tuple(
-        (f"histogram_quantile({q}, sum by (le, run) (rate({histogram}_bucket{by}[I])))", f"p{q[2:]:0<2} {{{{run}}}}")
+    series = {
+        f"p{q[2:]:0<2} {{{{run}}}}": f"histogram_quantile({q}, sum by (le, run) (rate({histogram}_bucket{by}[I])))"
         for q in ("0.5", "0.95")
-    )
+    }
     return Panel(title, series, unit, help)
 
 
-def _each(*names: str, of: str = "foray_learner_") -> tuple[tuple[str, str], ...]:
-    return tuple((f"{of}{name}{{R}}", f"{name} {{{{run}}}}") for name in names)
+def _each(*names: str) -> Mapping[str, str]:
+    return {f"{name} {{{{run}}}}": f"foray_learner_{name}{{R}}" for name in names}
 
 
 ROWS: Mapping[str, tuple[Panel, ...]] = {
@@ -64,76 +64,55 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         _stat("Consistent", "foray_learner_accounting_consistent{R}", help="1: every seq and token is accounted for."),
         _stat("Engines", "max by (run) (foray_rollout_engines_routable{R})", help="Engines that take requests."),
         _stat("Retrievers", "min by (run) (foray_rollout_retrievers_healthy{R})", help="Healthy retrievers."),
-        Panel(
-            "Reward",
-            (
-                ("foray_learner_reward_mean{R}", "trained {{run}}"),
-                ("avg by (run) (foray_rollout_reward_mean{R})", "generated {{run}}"),
-            ),
-        ),
-        Panel("Parts of the reward", (("foray_learner_reward_part_mean{R}", "{{part}} {{run}}"),)),
-        Panel(
-            "Validation",
-            (('foray_learner_validation{R,metric=~"em|f1|reward"}', "{{suite}} {{metric}} {{run}}"),),
-            help="Means of the last validation during training (learner.eval).",
-        ),
+        Panel("Reward", {
+            "trained {{run}}": "foray_learner_reward_mean{R}",
+            "generated {{run}}": "avg by (run) (foray_rollout_reward_mean{R})",
+        }),
+        Panel("Parts of the reward", {"{{part}} {{run}}": "foray_learner_reward_part_mean{R}"}),
+        Panel("Validation", {
+            "{{suite}} {{metric}} {{run}}": 'foray_learner_validation{R,metric=~"em|f1|reward"}',
+        }, help="Means of the last validation during training (learner.eval)."),
     ),
     "Who waits for whom": (
         Panel(
             "Learner: seconds per second",
-            (("sum by (cause) (rate(foray_learner_seconds_total{R}[I]))", "{{cause}}"),),
+            {"{{cause}}": "sum by (cause) (rate(foray_learner_seconds_total{R}[I]))"},
             "percentunit",
             "data: waits for trajectories, so generation is the bottleneck. compute: training is the bottleneck.",
             stacked=True,
         ),
-        Panel(
-            "Rollout servers: share of time with a wait",
-            (("avg by (cause) (rate(foray_rollout_wait_seconds_total{R}[I]))", "{{cause}}"),),
-            "percentunit",
-            "credit: waits for tasks, so the learner is the bottleneck. Causes can overlap.",
-        ),
+        Panel("Rollout servers: share of time with a wait", {
+            "{{cause}}": "avg by (cause) (rate(foray_rollout_wait_seconds_total{R}[I]))",
+        }, "percentunit", "credit: waits for tasks, so the learner is the bottleneck. Causes can overlap."),
         Panel("Seconds of a step", _each("step_seconds"), "s"),
     ),
     "Throughput": (
-        Panel(
-            "Tokens per second",
-            (
-                ("sum by (run) (rate(foray_rollout_tokens_generated_total{R}[I]))", "generated {{run}}"),
-                ("foray_learner_tokens_trained_per_second{R}", "trained {{run}}"),
-            ),
-        ),
-        Panel(
-            "Groups per second",
-            (
-                ("sum by (run) (rate(foray_rollout_groups_published_total{R}[I]))", "published {{run}}"),
-                ("foray_learner_groups_trained_per_second{R}", "trained {{run}}"),
-            ),
-        ),
-        Panel(
-            "Work in flight",
-            (
-                ("sum by (run) (foray_rollout_groups_in_flight{R})", "groups in progress {{run}}"),
-                ("sum by (run) (foray_rollout_trajectories_in_flight{R})", "trajectories {{run}}"),
-                ("foray_learner_held{R}", "groups that wait for training {{run}}"),
-            ),
-        ),
+        Panel("Tokens per second", {
+            "generated {{run}}": "sum by (run) (rate(foray_rollout_tokens_generated_total{R}[I]))",
+            "trained {{run}}": "foray_learner_tokens_trained_per_second{R}",
+        }),
+        Panel("Groups per second", {
+            "published {{run}}": "sum by (run) (rate(foray_rollout_groups_published_total{R}[I]))",
+            "trained {{run}}": "foray_learner_groups_trained_per_second{R}",
+        }),
+        Panel("Work in flight", {
+            "groups in progress {{run}}": "sum by (run) (foray_rollout_groups_in_flight{R})",
+            "trajectories {{run}}": "sum by (run) (foray_rollout_trajectories_in_flight{R})",
+            "groups that wait for training {{run}}": "foray_learner_held{R}",
+        }),
         _quantiles("Age of a group when it is trained", "foray_learner_group_queue_age_seconds", "{R}", "s"),
         _quantiles("Age of a task when it is leased", "foray_rollout_task_queue_age_seconds", "{R}", "s"),
-        Panel("Publication of weights", (("foray_learner_publish_seconds{R}", "{{phase}}"),), "s", stacked=True),
+        Panel("Publication of weights", {"{{phase}}": "foray_learner_publish_seconds{R}"}, "s", stacked=True),
     ),
     "Staleness": (
         Panel("Lag of trained tokens", _each("lag_mean", "lag_max"), help="Steps between sampling and training."),
-        Panel(
-            "Tokens by lag",
-            (("sum by (le) (rate(foray_learner_token_lag_steps_bucket{R}[I]))", "up to {{le}} steps"),),
-            help="Tokens per second whose lag is at most this.",
-        ),
+        Panel("Tokens by lag", {
+            "up to {{le}} steps": "sum by (le) (rate(foray_learner_token_lag_steps_bucket{R}[I]))",
+        }, help="Tokens per second whose lag is at most this."),
         Panel("Tokens without a gradient", _each("tokens_stale", "tokens_orphan", "tokens_invalid"), help="Per step."),
         Panel("Ratios", _each("ratio_mean", "ratio_max", "ess")),
         Panel("Clipped and rejected tokens", _each("clip_fraction", "rejected"), "percentunit"),
-        Panel(
-            "Learner and engines", _each("logprob_gap", "kl_behaviour"), help="Difference of their log-probs."
-        ),
+        Panel("Learner and engines", _each("logprob_gap", "kl_behaviour"), help="Difference of their log-probs."),
     ),
     "Learning": (
         Panel("Loss", _each("loss")),
@@ -147,86 +126,61 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
         Panel("Learning rate", _each("lr")),
     ),
     "Trajectories": (
-        Panel(
-            "Trajectories per second by status",
-            (("sum by (status) (rate(foray_rollout_trajectories_ended_total{R}[I]))", "{{status}}"),),
-            stacked=True,
-        ),
+        Panel("Trajectories per second by status", {
+            "{{status}}": "sum by (status) (rate(foray_rollout_trajectories_ended_total{R}[I]))",
+        }, stacked=True),
         Panel("Tokens of a response", _each("response_length_mean", "response_length_max")),
         Panel("Turns and searches", _each("turns_mean", "searches_mean", "invalid_actions_mean")),
     ),
     "Search": (
-        Panel(
-            "Searches per second",
-            (
-                ("sum by (run) (rate(foray_rollout_searches_total{R}[I]))", "searches {{run}}"),
-                ("sum by (kind) (rate(foray_rollout_search_errors_total{R}[I]))", "failed: {{kind}}"),
-                ("sum by (kind) (rate(foray_rollout_search_faults_total{R}[I]))", "failed attempt: {{kind}}"),
-            ),
-        ),
+        Panel("Searches per second", {
+            "searches {{run}}": "sum by (run) (rate(foray_rollout_searches_total{R}[I]))",
+            "failed: {{kind}}": "sum by (kind) (rate(foray_rollout_search_errors_total{R}[I]))",
+            "failed attempt: {{kind}}": "sum by (kind) (rate(foray_rollout_search_faults_total{R}[I]))",
+        }),
         _quantiles("Duration of a search", "foray_rollout_search_seconds", "{R}", "s", "Retries included."),
-        Panel(
-            "Queue and limit of the client",
-            (
-                ("sum by (run) (foray_rollout_searches_queued{R})", "queued {{run}}"),
-                ("sum by (run) (foray_rollout_searches_in_flight{R})", "in flight {{run}}"),
-                ("sum by (run) (foray_rollout_search_window{R})", "limit {{run}}"),
-            ),
-        ),
-        Panel(
-            "Retrievers: queries per second",
-            (
-                ("sum(rate(foray_retriever_queries_total{R?}[I]))", "queries"),
-                ("sum(rate(foray_retriever_cache_hits_total{R?}[I]))", "from the cache"),
-                ("sum(rate(foray_retriever_searched_total{R?}[I]))", "searched"),
-                ("sum(rate(foray_retriever_rejected_total{R?}[I]))", "requests refused"),
-            ),
-        ),
+        Panel("Queue and limit of the client", {
+            "queued {{run}}": "sum by (run) (foray_rollout_searches_queued{R})",
+            "in flight {{run}}": "sum by (run) (foray_rollout_searches_in_flight{R})",
+            "limit {{run}}": "sum by (run) (foray_rollout_search_window{R})",
+        }),
+        Panel("Retrievers: queries per second", {
+            "queries": "sum(rate(foray_retriever_queries_total{R?}[I]))",
+            "from the cache": "sum(rate(foray_retriever_cache_hits_total{R?}[I]))",
+            "searched": "sum(rate(foray_retriever_searched_total{R?}[I]))",
+            "requests refused": "sum(rate(foray_retriever_rejected_total{R?}[I]))",
+        }),
         _quantiles("Retrievers: duration of a request", "foray_retriever_request_seconds", "{R?}", "s"),
-        Panel("Retrievers: queue", (("sum by (instance) (foray_retriever_queue{R?})", "{{instance}}"),)),
+        Panel("Retrievers: queue", {"{{instance}}": "sum by (instance) (foray_retriever_queue{R?})"}),
     ),
     "Engines": (
-        Panel(
-            "Failed requests and failovers per second",
-            (
-                ("sum by (cause) (rate(foray_rollout_engine_errors_total{R}[I]))", "{{cause}}"),
-                ("sum by (run) (rate(foray_rollout_failovers_total{R}[I]))", "failovers {{run}}"),
-            ),
-        ),
-        Panel(
-            "Turns",
-            (
-                ("sum by (run) (foray_rollout_turns_waiting{R})", "waiting {{run}}"),
-                ("sum by (run) (foray_rollout_requests_in_flight{R})", "at engines {{run}}"),
-            ),
-        ),
-        Panel("Tokens per second by engine", (("sglang:gen_throughput{R?}", "{{instance}}"),)),
-        Panel(
-            "Requests by engine",
-            (
-                ("sglang:num_running_reqs{R?}", "running {{instance}}"),
-                ("sglang:num_queue_reqs{R?}", "queued {{instance}}"),
-            ),
-        ),
-        Panel("KV cache in use", (("sglang:token_usage{R?}", "{{instance}}"),), "percentunit"),
-        Panel("Prompt tokens found in the cache", (("sglang:cache_hit_rate{R?}", "{{instance}}"),), "percentunit"),
+        Panel("Failed requests and failovers per second", {
+            "{{cause}}": "sum by (cause) (rate(foray_rollout_engine_errors_total{R}[I]))",
+            "failovers {{run}}": "sum by (run) (rate(foray_rollout_failovers_total{R}[I]))",
+        }),
+        Panel("Turns", {
+            "waiting {{run}}": "sum by (run) (foray_rollout_turns_waiting{R})",
+            "at engines {{run}}": "sum by (run) (foray_rollout_requests_in_flight{R})",
+        }),
+        Panel("Tokens per second by engine", {"{{instance}}": "sglang:gen_throughput{R?}"}),
+        Panel("Requests by engine", {
+            "running {{instance}}": "sglang:num_running_reqs{R?}",
+            "queued {{instance}}": "sglang:num_queue_reqs{R?}",
+        }),
+        Panel("KV cache in use", {"{{instance}}": "sglang:token_usage{R?}"}, "percentunit"),
+        Panel("Prompt tokens found in the cache", {"{{instance}}": "sglang:cache_hit_rate{R?}"}, "percentunit"),
     ),
     "Delivery": (
         Panel("Seqs by outcome", _each("trained_total", "filtered_total", "stale", "dead")),
-        Panel(
-            "Tokens per second by outcome",
-            (("sum by (outcome) (rate(foray_learner_tokens_by_outcome_total{R}[I]))", "{{outcome}}"),),
-            stacked=True,
-        ),
+        Panel("Tokens per second by outcome", {
+            "{{outcome}}": "sum by (outcome) (rate(foray_learner_tokens_by_outcome_total{R}[I]))",
+        }, stacked=True),
         Panel("Repeats and losses", _each("dead_letters_total", "duplicates_total", "reissued_total")),
-        Panel(
-            "Steps since the last checkpoint",
-            (("foray_learner_step{R} - foray_learner_checkpoint_step{R}", "{{run}}"),),
-        ),
-        Panel("Groups that wait for Redis", (("sum by (run) (foray_rollout_spooled_groups{R})", "{{run}}"),)),
-        Panel(
-            "Delay of the event loop", (("foray_rollout_event_loop_lag_seconds{R}", "{{instance}}"),), "s",
-        ),
+        Panel("Steps since the last checkpoint", {
+            "{{run}}": "foray_learner_step{R} - foray_learner_checkpoint_step{R}",
+        }),
+        Panel("Groups that wait for Redis", {"{{run}}": "sum by (run) (foray_rollout_spooled_groups{R})"}),
+        Panel("Delay of the event loop", {"{{instance}}": "foray_rollout_event_loop_lag_seconds{R}"}, "s"),
     ),
 }  # fmt: skip
 
@@ -277,7 +231,7 @@ def _variables() -> list[dict[str, Any]]:
 def _panel(panel: Panel) -> dict[str, Any]:
     targets = [
         {"refId": chr(ord("A") + i), "expr": expand_expression(text), "legendFormat": legend, "datasource": DATASOURCE}
-        for i, (text, legend) in enumerate(panel.series)
+        for i, (legend, text) in enumerate(panel.series.items())
     ]
     lines: dict[str, Any] = {"lineWidth": 1, "fillOpacity": 30 if panel.stacked else 0, "showPoints": "never"}
     if panel.stacked:

@@ -25,8 +25,6 @@ RC: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
 }
-PANELS = 4
-"""Panels side by side."""
 STYLES = ("-", "--", ":", "-.")
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f")
 
@@ -43,38 +41,19 @@ def plot_curves(
 
     Raises UserError if matplotlib is not installed, or for another file type.
     """
-    with _figure(path, (8.0, 4.5)) as figure:
+    with figure_of(path, (8.0, 4.5)) as figure:
         axes = figure.add_subplot()
         _draw(axes, curves, baselines)
         axes.set_xlabel("step")
         axes.set_ylabel(metric if every == 1 else f"{metric}, mean of {every} steps")
 
 
-def plot_panels(
-    path: Path, panels: Mapping[str, tuple[Mapping[int, float], Mapping[str, int]]], *, metric: str
-) -> None:
-    """Write an SVG or PNG with a panel for each {title: (step -> value, name of an event -> its step)}, events on top.
+@contextmanager
+def figure_of(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
+    """Write the figure that the block fills, as SVG or PNG.
 
     Raises UserError if matplotlib is not installed, or for another file type.
     """
-    columns = min(PANELS, len(panels))
-    rows = -(-len(panels) // columns)
-    with _figure(path, (4.2 * columns, 2.8 * rows)) as figure:
-        for number, (title, (curve, events)) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(rows, columns, number)
-            axes.plot(list(curve), list(curve.values()), color=COLOURS[0], linewidth=1.2)
-            axes.set_title(title, fontsize="small", loc="left")
-            axes.set_ylim(0, 2)
-            axes.set_yticks([0, 0.5, 1])
-            for height, (event, step) in enumerate(sorted(events.items(), key=lambda item: item[1])):
-                axes.plot([step, step], [0, 1.9 - 0.1 * height], color=COLOURS[3], linewidth=0.4)
-                axes.annotate(f"{event} {step}", (step, 1.9 - 0.1 * height), fontsize=6, va="center")
-            axes.grid(visible=True, linewidth=0.4, alpha=0.6)
-        figure.supxlabel(f"step; {metric}", fontsize="small")
-
-
-@contextmanager
-def _figure(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
     if path.suffix not in FORMATS:
         raise UserError(
             f"cannot plot to {path}", why="the suffix selects the format", todo="use the suffix .svg or .png"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -83,10 +83,14 @@ def letters_line(snapshot: RunSnapshot) -> str:
     """Return `37 (of the last 20: 12 corrupt, 8 foreign_run)`."""
     if not snapshot.letters:
         return str(snapshot.dead_letters)
-    reasons = Counter(reason for _, reason in snapshot.letters)
-    listed = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in reasons.most_common())
+    listed = listed_reasons(Counter(reason for _, reason in snapshot.letters))
     some = f"of the last {len(snapshot.letters)}: " if len(snapshot.letters) < snapshot.dead_letters else ""
     return f"{snapshot.dead_letters} ({some}{listed})"
+
+
+def listed_reasons(reasons: Counter[str]) -> str:
+    """Return `12 corrupt, 8 foreign_run`."""
+    return ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in reasons.most_common())
 
 
 def delivery_problems(snapshot: RunSnapshot) -> list[Problem]:
@@ -94,82 +98,58 @@ def delivery_problems(snapshot: RunSnapshot) -> list[Problem]:
     return [*of_tokens(snapshot), *_of_letters(snapshot), *_of_learner(snapshot), *_of_spools(snapshot)]
 
 
-def of_tokens(snapshot: RunSnapshot) -> list[Problem]:
-    """Return a problem if tokens are unaccounted for, also in a finished run."""
+def of_tokens(snapshot: RunSnapshot) -> Iterator[Problem]:
+    """Yield a problem if tokens are unaccounted for, also in a finished run."""
     balance = token_balance(snapshot)
-    if balance is None or balance.closes:
-        return []
-    return [
-        Problem(
-            f"the token accounting is not consistent: {balance.line()}",
-            "this is a bug: keep the run directory and report it",
-        )
-    ]
+    if balance is not None and not balance.closes:
+        what = f"the token accounting is not consistent: {balance.line()}"
+        yield Problem(what, "this is a bug: keep the run directory and report it")
 
 
-def _of_letters(snapshot: RunSnapshot) -> list[Problem]:
-    fresh = [reason for at, reason in snapshot.letters if snapshot.now - at < WINDOW_S]
-    if len(fresh) < GROWING:
-        return []
-    listed = ", ".join(f"{number} {escape_untrusted(reason, 32)}" for reason, number in Counter(fresh).most_common())
-    return [
-        Problem(
-            f"new dead letters: {listed} within the last minute",
-            "inspect them with `foray dlq list`, then `foray dlq show SEQ`",
-        )
-    ]
+def _of_letters(snapshot: RunSnapshot) -> Iterator[Problem]:
+    fresh = Counter(reason for at, reason in snapshot.letters if snapshot.now - at < WINDOW_S)
+    if fresh.total() >= GROWING:
+        what = f"new dead letters: {listed_reasons(fresh)} within the last minute"
+        yield Problem(what, "inspect them with `foray dlq list`, then `foray dlq show SEQ`")
 
 
-def _of_learner(snapshot: RunSnapshot) -> list[Problem]:
+def _of_learner(snapshot: RunSnapshot) -> Iterator[Problem]:
     learner = snapshot.learner
     if learner is None:
-        return []
-    found, values = [], learner.values
-    epoch = int(values.get("epoch", snapshot.learner_epoch))
-    if epoch < snapshot.learner_epoch:
-        what = (
-            f"a learner of epoch {epoch} is still running, but epoch {snapshot.learner_epoch} has taken over the lease"
-        )
-        found.append(Problem(what, "it exits with code 75 by itself; make sure that only one learner is started"))
+        return
+    values, current = learner.values, snapshot.learner_epoch
+    if (epoch := int(values.get("epoch", current))) < current:
+        what = f"a learner of epoch {epoch} is still running, but epoch {current} has taken over the lease"
+        yield Problem(what, "it exits with code 75 by itself; make sure that only one learner is started")
     elif not snapshot.lease_ms:
-        found.append(
-            Problem(
-                "the learner's lease has expired: another learner may take over",
-                "the learner acquires it again when it reaches Redis; if this persists, it is stuck: check its log",
-            )
+        yield Problem(
+            "the learner's lease has expired: another learner may take over",
+            "the learner acquires it again when it reaches Redis; if this persists, it is stuck: check its log",
         )
+    last = int(values.get("checkpoint_step", 0))
     if failures := int(values.get("checkpoint_failures", 0)):
-        found.append(
-            Problem(
-                f"the last {failures} checkpoints could not be written; the newest is of step "
-                f"{int(values.get('checkpoint_step', 0))}: "
-                f"{escape_untrusted(learner.text.get('checkpoint_error', ''), 300)}",
-                "free space on the disk of run.dir; training continues meanwhile, after 3 failures without new tasks, "
-                "and the learner retries by itself",
-            )
+        yield Problem(
+            f"the last {failures} checkpoints could not be written; the newest is of step {last}: "
+            f"{escape_untrusted(learner.text.get('checkpoint_error', ''), 300)}",
+            "free space on the disk of run.dir; training continues meanwhile, after 3 failures without new tasks, "
+            "and the learner retries by itself",
         )
-    every = int(values.get("checkpoint_every", 0))
-    behind = int(values.get("step", 0)) - int(values.get("checkpoint_step", 0))
+    every, behind = int(values.get("checkpoint_every", 0)), int(values.get("step", 0)) - last
     if every and behind > LATE * every:
-        found.append(
-            Problem(
-                f"the last checkpoint is {behind} steps old, expected at most {every}",
-                "check the learner's log: groups trained since then are not acknowledged, and Redis fills up",
+        yield Problem(
+            f"the last checkpoint is {behind} steps old, expected at most {every}",
+            "check the learner's log: groups trained since then are not acknowledged, and Redis fills up",
+        )
+
+
+def _of_spools(snapshot: RunSnapshot) -> Iterator[Problem]:
+    for p in snapshot.of("rollout"):
+        if (age := p.values.get("spool_age_s", 0.0)) > SPOOLING_S and p.values.get("spooled_groups", 0):
+            yield Problem(
+                f"rollout server {p.id} cannot publish: {int(p.values['spooled_groups'])} groups "
+                f"({p.values.get('spooled_bytes', 0) / 2**20:.1f} MiB) wait for Redis, the oldest for {age:.0f} s",
+                "check its log: Redis is full, down or slow; at rollout.spool_groups it stops leasing tasks",
             )
-        )
-    return found
-
-
-def _of_spools(snapshot: RunSnapshot) -> list[Problem]:
-    return [
-        Problem(
-            f"rollout server {p.id} cannot publish: {int(p.values['spooled_groups'])} groups "
-            f"({p.values.get('spooled_bytes', 0) / 2**20:.1f} MiB) wait for Redis, the oldest for {age:.0f} s",
-            "check its log: Redis is full, down or slow; at rollout.spool_groups it stops leasing tasks",
-        )
-        for p in snapshot.of("rollout")
-        if (age := p.values.get("spool_age_s", 0.0)) > SPOOLING_S and p.values.get("spooled_groups", 0)
-    ]
 
 
 @dataclass(frozen=True)
@@ -286,7 +266,7 @@ def problems(snapshot: RunSnapshot, *, max_lag: int) -> list[Problem]:
     now = state(snapshot)
     learns = learning_problems(snapshot.history)
     if snapshot.stopped:
-        return of_tokens(snapshot) + learns
+        return [*of_tokens(snapshot), *learns]
     if now in ("failed", "interrupted"):
         todo = f"fix the error in its logs, then resume with: {snapshot.again or 'the command that started the run'}"
         why = f": {escape_untrusted(snapshot.launch_error, 300)}" if snapshot.launch_error else ""
@@ -297,49 +277,48 @@ def problems(snapshot: RunSnapshot, *, max_lag: int) -> list[Problem]:
     if snapshot.error:
         todo = "start the run with `foray up`: it resumes from its checkpoint"
         return [Problem(f"Redis does not answer: {snapshot.error}", todo)]
-    found = [
-        Problem(f"unreadable message: {text}", "run the same Foray version in all processes")
-        for text in snapshot.unreadable
-    ]
+    same = "run the same Foray version in all processes"
+    unreadable = [Problem(f"unreadable message: {text}", same) for text in snapshot.unreadable]
+    found = _of_end(snapshot) if snapshot.is_done else _of_progress(snapshot, max_lag)
+    return [*unreadable, *found, *learns]
+
+
+def _of_end(snapshot: RunSnapshot) -> Iterator[Problem]:
     totals = seq_balance(snapshot)
-    if snapshot.is_done:
-        if not totals.closes or totals.in_flight:
-            found.append(
-                Problem(f"the run is done, but {totals.line()}", "start the learner again: it settles the rest")
-            )
-        return found + of_tokens(snapshot) + learns
+    if not totals.closes or totals.in_flight:
+        yield Problem(f"the run is done, but {totals.line()}", "start the learner again: it settles the rest")
+    yield from of_tokens(snapshot)
+
+
+def _of_progress(snapshot: RunSnapshot, max_lag: int) -> Iterator[Problem]:
     if snapshot.max_memory and snapshot.memory > 0.9 * snapshot.max_memory:
-        found.append(
-            Problem(
-                f"Redis uses {snapshot.memory / 2**20:.0f} of {snapshot.max_memory / 2**20:.0f} MiB",
-                "raise maxmemory, or lower learner.checkpoint_every: groups stay in Redis until the next checkpoint",
-            )
+        yield Problem(
+            f"Redis uses {snapshot.memory / 2**20:.0f} of {snapshot.max_memory / 2**20:.0f} MiB",
+            "raise maxmemory, or lower learner.checkpoint_every: groups stay in Redis until the next checkpoint",
         )
-    found += _no_signal(snapshot)
+    yield from _no_signal(snapshot)
     if snapshot.learner is None and not snapshot.only_serves and not snapshot.awaits_learner:
         held = f"; its lease expires in {snapshot.lease_ms / 1000:.0f} s" if snapshot.lease_ms else ""
-        found.append(Problem(f"no learner is running{held}", "start it again: it resumes from its checkpoint"))
+        yield Problem(f"no learner is running{held}", "start it again: it resumes from its checkpoint")
     if not snapshot.of("rollout"):
-        found.append(Problem("no rollout server is running", "start one: foray rollout --config ..."))
+        yield Problem("no rollout server is running", "start one: foray rollout --config ...")
     for p in snapshot.of("rollout"):
         if outage := p.text.get("search_outage"):
-            found.append(_no_retriever(p.id, outage))
+            yield _no_retriever(p.id, outage)
     for p in snapshot.processes:
         if refusal := p.text.get("redis_refusal"):
             todo = "the process retries; find out which program writes to this run's keys (SECURITY.md)"
-            found.append(Problem(f"Redis refuses {p.process} {p.id}: {refusal}", todo))
-    found += _engine_problems(snapshot, max_lag)
-    found += delivery_problems(snapshot)
-    return found + learns
+            yield Problem(f"Redis refuses {p.process} {p.id}: {refusal}", todo)
+    yield from _of_engines(snapshot, max_lag)
+    yield from delivery_problems(snapshot)
 
 
-def _no_signal(snapshot: RunSnapshot) -> list[Problem]:
-    """Return a problem if the last thing that a learner reported is that nothing can be learned."""
+def _no_signal(snapshot: RunSnapshot) -> Iterator[Problem]:
+    """Yield a problem if the last thing that a learner reported is that nothing can be learned."""
     last = next((event for event in reversed(snapshot.events) if event.process == "learner"), None)
-    if last is None or last.kind != "no-signal":
-        return []
-    todo = "the state is in its checkpoint: find the cause (docs/troubleshooting.md), then continue as its log says"
-    return [Problem(escape_untrusted(last.text, 400), todo)]
+    if last is not None and last.kind == "no-signal":
+        todo = "the state is in its checkpoint: find the cause (docs/troubleshooting.md), then continue as its log says"
+        yield Problem(escape_untrusted(last.text, 400), todo)
 
 
 def _no_retriever(rollout: str, outage: str) -> Problem:
@@ -351,30 +330,26 @@ def _no_retriever(rollout: str, outage: str) -> Problem:
     return Problem(f"rollout server {rollout} has no healthy retriever: {outage}", todo)
 
 
-def _engine_problems(snapshot: RunSnapshot, max_lag: int) -> list[Problem]:
+def _of_engines(snapshot: RunSnapshot, max_lag: int) -> Iterator[Problem]:
     # without a learner every engine answers, else those of role eval do not generate training data
     serving = [e for e in snapshot.engines if e.role == "rollout" or snapshot.only_serves]
     if not serving:
         others = f": {len(snapshot.engines)} with role eval serve evaluations only" if snapshot.engines else ""
-        return [Problem(f"no engine is registered{others}", "start one: foray engine --config ...")]
-    found = [
-        Problem(
-            f"engine {e.id} is {e.state}: {e.detail or 'no reason given'}",
-            "it gets no requests until its node has loaded the complete target version, or restarted the engine. "
-            "If it does not recover, check the logs of the node and of the engine",
-        )
-        for e in snapshot.engines
-        if e.state in (NodeState.QUARANTINED, NodeState.SUSPECT)
-    ]
-    found += [
-        Problem(
-            f"engine {e.id} is {e.state} at {e.version.label}: {e.detail}",
-            "it takes part in the next broadcast. Only an engine that shares run.dir with the learner can also load a "
-            "version after a failed broadcast; the learner's log has the reasons of failures",
-        )
-        for e in snapshot.engines
-        if e.needs_broadcast and e.state in (NodeState.SYNCING, NodeState.READY)
-    ]
+        yield Problem(f"no engine is registered{others}", "start one: foray engine --config ...")
+        return
+    for e in snapshot.engines:
+        if e.state in (NodeState.QUARANTINED, NodeState.SUSPECT):
+            yield Problem(
+                f"engine {e.id} is {e.state}: {e.detail or 'no reason given'}",
+                "it gets no requests until its node has loaded the complete target version, or restarted the engine. "
+                "If it does not recover, check the logs of the node and of the engine",
+            )
+        if e.needs_broadcast and e.state in (NodeState.SYNCING, NodeState.READY):
+            yield Problem(
+                f"engine {e.id} is {e.state} at {e.version.label}: {e.detail}",
+                "it takes part in the next broadcast. Only an engine that shares run.dir with the learner can also "
+                "load a version after a failed broadcast; the learner's log has the reasons of failures",
+            )
     target = snapshot.target
     usable = [e for e in serving if e.state is NodeState.READY]
     if target is not None:
@@ -382,8 +357,7 @@ def _engine_problems(snapshot: RunSnapshot, max_lag: int) -> list[Problem]:
     moving = any(e.state in (NodeState.JOINING, NodeState.SYNCING, NodeState.LOADING) for e in serving)
     if not usable and not moving and not snapshot.pinned_evaluations:  # a pinned evaluation keeps an older version
         label = target.version.label if target is not None else "any version"
-        found.append(Problem(f"no engine is ready at {label}", "check the logs of the nodes"))
-    return found
+        yield Problem(f"no engine is ready at {label}", "check the logs of the nodes")
 
 
 def to_json(snapshot: RunSnapshot, *, max_lag: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def _lines(snapshot: RunSnapshot, max_lag: int, *, trend: bool) -> Iterator[tupl
         yield "checkpoint", f"of step {last.step}, epoch {last.epoch}: {last.settled} settled, {verdict}"
     elif "checkpoint_step" in values:
         yield "checkpoint", f"of step {values['checkpoint_step']:.0f}"
-    yield from ((line[:10].strip(), line[10:]) for line in snapshot.evaluation_lines())
+    yield from snapshot.validations.items()
     for p in snapshot.of("rollout"):
         v = p.values
         yield (

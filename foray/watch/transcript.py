@@ -21,6 +21,9 @@ from protocol.versions import PolicyVersion, is_orphan
 from rollout_server.environment.actions import RESERVED_TAGS
 
 MARKS = {Owner.PROMPT: "│prompt│ ", Owner.ENVIRONMENT: "│env│ ", Owner.POLICY: ""}
+OF_SEGMENT = {"finish_reason", "engine", "reward", "tool", "query", "passage_ids", "latency_s", "error"}
+OF_TRAJECTORY = {"status", "cause", "answer", "reward", "rewards", "turns", "searches", "seconds"}
+"""Fields of a message that JSON has under the same name."""
 BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _TAGGED = re.compile(rf"<({'|'.join(RESERVED_TAGS)}|python|fetch)>(.*?)(</\1>|\Z)", re.DOTALL)
 _KINDS = {
@@ -159,14 +162,7 @@ class TranscriptPart:
             "versions": [[span.version.label, span.start, span.end] for span, _, _ in self.sampled],
             "lags": [behind for _, behind, _ in self.sampled],
             "not_trained": self.not_trained,
-            "finish_reason": segment.finish_reason,
-            "engine": segment.engine,
-            "reward": segment.reward,
-            "tool": segment.tool,
-            "query": segment.query,
-            "passage_ids": list(segment.passage_ids),
-            "latency_s": segment.latency_s,
-            "error": segment.error,
+            **segment.model_dump(mode="json", include=OF_SEGMENT),
         }
 
     def pieces(self) -> list[dict[str, Any]]:
@@ -249,16 +245,9 @@ def to_json(shown: Shown, tokens: Decoder) -> dict[str, Any]:
         "answers": list(group.question.answers),
         "index": shown.index,
         "group_rewards": [t.reward for t in group.trajectories],
-        "status": str(trajectory.status),
         "valid": trajectory.status.is_valid,
-        "cause": trajectory.cause,
-        "answer": trajectory.answer,
-        "reward": trajectory.reward,
         "reward_minus_mean": trajectory.reward - sum(valid) / len(valid) if trajectory.status.is_valid else None,
-        "rewards": trajectory.rewards,
-        "turns": trajectory.turns,
-        "searches": trajectory.searches,
-        "seconds": trajectory.seconds,
+        **trajectory.model_dump(mode="json", include=OF_TRAJECTORY),
         "sampled": trajectory.num_sampled,
         "tokens": len(trajectory.ids),
         "segments": [part.to_json() for part in transcript(shown, tokens)],

@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages import Outcomes, Turns
-from learner.data.packing import Aggregation
+from learner.data.batch import AdvantageEstimator
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a float64 vector over the ranks; every rank must call it, in the same order."""
@@ -145,7 +142,7 @@ class LossOutput:
     ratios: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
-class Algorithm(Protocol):
+class Algorithm(AdvantageEstimator, Protocol):
     """One RL algorithm.
 
     aggregation, aggregation_length  how token losses become one number (`learner.data.packing`)
@@ -155,47 +152,26 @@ class Algorithm(Protocol):
     bootstraps                       whether `compute_advantages` reads `TokenScores.last_values`
     """
 
-    aggregation: Aggregation
-    aggregation_length: int
-    minibatches: int
     epochs: int
     filters: bool
-    bootstraps: bool
 
     @property
     def requirements(self) -> Requirements:
         """Return what the learner computes before `compute_advantages` and `loss`; the same for the whole run."""
 
-    def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """Return [n] float64, one per trajectory; 0 for invalid ones."""
-        ...
-
-    def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
-        """Return [n, K] float64, one per turn, or None if `advantages` apply to all turns of a trajectory."""
-        ...
-
-    def reward_scale(self, outcomes: Outcomes) -> float:
-        """Return the factor on the rewards of tokens; called once per batch."""
-        ...
-
     def after_update(self) -> None:
         """Keep what the last batch adds to `state`: called after its update, so that a skipped batch adds nothing."""
-        ...
 
     def compute_advantages(
         self, scores: Sequence[TokenScores], all_reduce: AllReduce
     ) -> tuple[list[TokenAdvantages], dict[str, float]]:
         """Return advantages (and returns) of every token of this rank, and values for the metrics; collective."""
-        ...
 
     def loss(self, inputs: TokenInputs) -> LossOutput:
         """Return the loss of one micro-batch; no token of it may depend on another micro-batch."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs (controllers), JSON-serialisable; the same on every rank."""
-        ...
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        ...

@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 import torch
 
-from learner.algorithms.advantages import to_rows
+from learner.algorithms.advantages.gae import to_rows
 from learner.algorithms.base import AllReduce, TokenInputs, TokenScores
-from learner.algorithms.kl import log_ratio
-from learner.algorithms.losses import (
+from learner.algorithms.kl.estimators import log_ratio
+from learner.algorithms.losses.off_policy import (
     WeightSums,
     keep_mask,
     masked,
     normalised,
     opsm,
-    second_moment_bound,
     truncated,
     veto,
     weight_sums,
 )
+from learner.algorithms.losses.second_moment import second_moment_bound
 from learner.config.policy import PolicySettings
 
 

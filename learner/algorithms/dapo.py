@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from learner.algorithms.advantages import Outcomes, overlong
+from learner.algorithms.advantages.outcomes import Outcomes, overlong
 from learner.algorithms.grpo import Grpo
 from learner.config.algorithm import DapoSettings
 

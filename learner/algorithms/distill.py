@@ -6,10 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages import Outcomes, reinforce_advantages
+from learner.algorithms.advantages.group import reinforce_advantages
+from learner.algorithms.advantages.outcomes import Outcomes
 from learner.algorithms.base import TokenInputs
-from learner.algorithms.kl import log_ratio
-from learner.algorithms.losses import Surrogate, moved_too_far
+from learner.algorithms.kl.estimators import log_ratio
+from learner.algorithms.losses.policy import Surrogate
+from learner.algorithms.losses.trust_region import moved_too_far
 from learner.algorithms.policy import PolicyAlgorithm
 
 

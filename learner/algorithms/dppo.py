@@ -6,7 +6,8 @@ import torch
 
 from learner.algorithms.base import TokenInputs
 from learner.algorithms.grpo import Grpo
-from learner.algorithms.losses import Surrogate, dppo
+from learner.algorithms.losses.policy import Surrogate
+from learner.algorithms.losses.trust_region import dppo
 from learner.config.algorithm import DppoSettings
 
 

@@ -8,7 +8,7 @@ import torch
 
 from learner.algorithms.base import TokenInputs
 from learner.algorithms.grpo import Grpo
-from learner.algorithms.losses import Surrogate, gmpo
+from learner.algorithms.losses.policy import Surrogate, gmpo
 
 
 class Gmpo(Grpo):

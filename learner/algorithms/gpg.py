@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages import Outcomes, gpg_advantages
+from learner.algorithms.advantages.group import gpg_advantages
+from learner.algorithms.advantages.outcomes import Outcomes
 from learner.algorithms.base import TokenInputs
-from learner.algorithms.losses import Surrogate, reinforce
+from learner.algorithms.losses.policy import Surrogate, reinforce
 from learner.algorithms.policy import PolicyAlgorithm
 
 

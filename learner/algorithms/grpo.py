@@ -10,19 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages import (
-    Outcomes,
-    Turns,
-    calibrated_turns,
-    grpo_advantages,
-    max_rl_advantages,
-    normalized_batch,
-    normalized_turns,
-    opo_advantages,
-    pass_at_k_advantages,
-    rloo_advantages,
-    turn_returns,
-)
+from learner.algorithms.advantages import group
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns, calibrated_turns, normalized_turns, turn_returns
 from learner.algorithms.policy import PolicyAlgorithm
 from learner.config.policy import GroupSettings
 
@@ -48,23 +38,23 @@ class Grpo(PolicyAlgorithm):
         else:
             found = self._compared(outcomes)
         if s.normalize_batch:
-            found = normalized_batch(found, outcomes.valid, ddof=STD_DDOF, epsilon=EPSILON)
+            found = group.normalized_batch(found, outcomes.valid, ddof=STD_DDOF, epsilon=EPSILON)
         return found
 
     def _compared(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
         s = self._group
         match s.estimator:
             case "grpo":
-                return grpo_advantages(outcomes, std=s.std, ddof=STD_DDOF, epsilon=EPSILON)
+                return group.grpo_advantages(outcomes, std=s.std, ddof=STD_DDOF, epsilon=EPSILON)
             case "rloo":
-                return rloo_advantages(outcomes)
+                return group.rloo_advantages(outcomes)
             case "opo":
-                return opo_advantages(outcomes)
+                return group.opo_advantages(outcomes)
             case "max_rl":
-                return max_rl_advantages(outcomes)
+                return group.max_rl_advantages(outcomes)
             case "pass_at_k":
                 divides = s.std != "none"
-                return pass_at_k_advantages(outcomes, epsilon=EPSILON, ddof=STD_DDOF, normalize_std=divides)
+                return group.pass_at_k_advantages(outcomes, epsilon=EPSILON, ddof=STD_DDOF, normalize_std=divides)
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
         """Return [n, K] float64 if turns have their own rewards: normalised, summed from each turn on; or calibrated by

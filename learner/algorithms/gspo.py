@@ -6,7 +6,7 @@ import torch
 
 from learner.algorithms.base import TokenInputs
 from learner.algorithms.grpo import Grpo
-from learner.algorithms.losses import Surrogate, gspo
+from learner.algorithms.losses.policy import Surrogate, gspo
 
 
 class Gspo(Grpo):

@@ -18,28 +18,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages import Outcomes, RunningMoments, Turns, whiten
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns
+from learner.algorithms.advantages.whitening import RunningMoments, whiten
 from learner.algorithms.base import AllReduce, LossOutput, Requirements, TokenAdvantages, TokenInputs, TokenScores
 from learner.algorithms.correction import Corrected, Correction
-from learner.algorithms.kl import (
-    AdaptiveKl,
-    FixedKl,
-    KlController,
-    kl_estimate,
-    log_ratio,
-    penalised,
-    topk_forward_kl,
-    topk_reverse_kl,
-)
-from learner.algorithms.losses import (
+from learner.algorithms.kl.controller import AdaptiveKl, FixedKl, KlController
+from learner.algorithms.kl.estimators import kl_estimate, log_ratio, penalised
+from learner.algorithms.kl.exact import topk_forward_kl, topk_reverse_kl
+from learner.algorithms.losses.policy import (
     Surrogate,
     clipped_surrogate,
     entropy_sum,
-    preserve,
     proximal_interpolated,
-    segment_sum,
     weighted_sum,
 )
+from learner.algorithms.losses.segments import segment_sum
+from learner.algorithms.losses.trust_region import preserve
 from learner.config.policy import NOISE, KlSettings, PolicySettings
 
 AGES = 4

@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages import Outcomes, gae, reinforce_advantages
+from learner.algorithms.advantages.gae import gae
+from learner.algorithms.advantages.group import reinforce_advantages
+from learner.algorithms.advantages.outcomes import Outcomes
 from learner.algorithms.base import TokenAdvantages, TokenScores
 from learner.algorithms.correction import over_rows
 from learner.algorithms.policy import PolicyAlgorithm

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from learner.algorithms.advantages import Outcomes, reinforce_advantages
+from learner.algorithms.advantages.group import reinforce_advantages
+from learner.algorithms.advantages.outcomes import Outcomes
 from learner.algorithms.base import TokenInputs
-from learner.algorithms.losses import Surrogate, reinforce
+from learner.algorithms.losses.policy import Surrogate, reinforce
 from learner.algorithms.policy import PolicyAlgorithm
 from learner.config.algorithm import ReinforceSettings
 

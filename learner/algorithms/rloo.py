@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from learner.algorithms.advantages import Outcomes, rloo_advantages
+from learner.algorithms.advantages.group import rloo_advantages
+from learner.algorithms.advantages.outcomes import Outcomes
 from learner.algorithms.policy import PolicyAlgorithm
 
 

@@ -42,11 +42,9 @@ class Batches(Protocol):
     @property
     def total(self) -> int:
         """Return the maximum number of steps."""
-        ...
 
     def next(self) -> Replayed | None:
         """Return the next batch, or None at the end."""
-        ...
 
 
 class Recording:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from learner.algorithms.advantages import Outcomes, Turns, turn_of_tokens
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns, turn_of_tokens
 from learner.config.learner import BatchSettings
 from learner.data.packing import Aggregation, cost, layouts, place_rows, trajectory_weights
 from learner.data.token_values import TrajectorySource
@@ -37,16 +38,13 @@ class AdvantageEstimator(Protocol):
     bootstraps: bool
 
     def advantages(self, outcomes: Outcomes) -> npt.NDArray[np.float64]:
-        """Return [n] float64, one per trajectory."""
-        ...
+        """Return [n] float64, one per trajectory; 0 for invalid ones."""
 
     def turn_advantages(self, outcomes: Outcomes, turns: Turns) -> npt.NDArray[np.float64] | None:
         """Return [n, K] float64, one per turn, or None if `advantages` apply to all turns of a trajectory."""
-        ...
 
     def reward_scale(self, outcomes: Outcomes) -> float:
         """Return the factor on the rewards of tokens; called once per batch."""
-        ...
 
 
 @dataclass(frozen=True)

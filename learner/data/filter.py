@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from learner.algorithms.advantages import informative
+from learner.algorithms.advantages.outcomes import informative
 from learner.config.learner import FilterSettings
 from protocol.messages import Trajectory, TrajectoryGroup
 

@@ -272,13 +272,6 @@ class RunStore(AccountingStore):
             if cursor == b"0-0":
                 return ids
 
-    def fetch(self, ids: Sequence[bytes]) -> list[tuple[bytes, Fields]]:
-        """Return the entries with these ids that still exist."""
-        with translate_errors(), self._db.pipeline(transaction=False) as pipe:
-            for id_ in ids:
-                pipe.xrange(self.keys.traj, id_, id_)
-            return [entry for found in pipe.execute() for entry in found]
-
     def ack(self, ids: Sequence[bytes]) -> int:
         """Acknowledge entries; return how many were pending."""
         done = 0

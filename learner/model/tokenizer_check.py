@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from protocol.runtime.files import read_json_object
+
 TEXTS, LENGTH = 1000, 16
 """Number of texts, and of tokens in each: drawn from the vocabulary, so that no data is needed."""
 
@@ -66,10 +68,9 @@ def make_auto_load_it(folder: Path) -> int | None:
 
     Returns for how many texts the ids still differ, as `different_texts`.
     """
-    path = folder / "tokenizer_config.json"
     if not (differ := different_texts(folder)):
         return differ
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = read_json_object(folder / "tokenizer_config.json")
     for name, value in USE_AS_IS.items():
         config[name] = value
         write_tokenizer_config(folder, config)

@@ -46,6 +46,8 @@ THOUGHTS = 64
 """Trajectories of a step whose thoughts are decoded: at most some ten milliseconds."""
 BALANCED = 0.5
 """Below this share of the step, no single cause is called the bottleneck."""
+UNREPORTED = {"taken", "excess"}
+"""Counters that only check others."""
 SHOWN = {
     "reward_mean": ".3f",
     "reward/em": ".3f",
@@ -64,29 +66,19 @@ def snapshot_source(
 
     def snapshot() -> MetricsSnapshot:
         with delivery.lock:
-            counts, tally = delivery.ledger.counts, delivery.counters
+            counts = delivery.ledger.counts
             values = {
                 **{str(outcome): counts[outcome] for outcome in Outcome},
                 "step": delivery.step,
                 "steps": run.steps,
                 "epoch": lease.epoch,
                 "groups_trained": counts[Outcome.TRAINED],
-                "tokens_trained": tally.tokens_trained,
-                "tokens_sampled": tally.tokens_sampled,
                 "issued": delivery.issued,
                 "settled": delivery.ledger.settled,
                 "watermark": delivery.ledger.watermark,
                 "in_flight": delivery.ledger.open(delivery.issued),
                 "held": len(delivery.pending),
-                "duplicates": tally.duplicates,
-                "redelivered": tally.redelivered,
-                "reissued": tally.reissued,
-                "dead_letters": tally.dead_letters,
-                "poisoned": tally.poisoned,
-                "requeued": tally.requeued,
-                "skipped_steps": tally.skipped_steps,
-                "state_lost": tally.state_lost,
-                "lease_lapsed": tally.lease_lapsed,
+                **{name: count for name, count in vars(delivery.counters).items() if name not in UNREPORTED},
                 **audit.values(),
                 **delivery.filtered_counts(),
             }

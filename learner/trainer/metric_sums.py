@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from learner.algorithms.base import LossOutput
-from learner.algorithms.losses import VarianceSums, WeightSums, effective_sample_size, explained_variance
+from learner.algorithms.losses.off_policy import WeightSums, effective_sample_size
+from learner.algorithms.losses.value import VarianceSums, explained_variance
 
 AllReduceScalars = Callable[[list[float], list[float]], tuple[list[float], list[float]]]
 """Element-wise sums and maxima over the ranks; collective."""

@@ -80,33 +80,26 @@ class PolicyEngine(Protocol):
     @property
     def stage(self) -> int:
         """ZeRO's."""
-        ...
 
     @property
     def module(self) -> torch.nn.Module:
         """Return the policy."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Return its device."""
-        ...
 
     def forward(self, *inputs: Any) -> Any:
         """Return the policy's forward pass."""
-        ...
 
     def start_ema(self) -> None:
         """Start a moving average at the current parameters."""
-        ...
 
     def update_ema(self, tau: float) -> None:
         """Set average = tau * average + (1 - tau) * parameters."""
-        ...
 
     def iter_state(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (parameter name, whole float32 tensor); collective."""
-        ...
 
 
 class Reference:

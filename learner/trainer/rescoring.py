@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from learner.algorithms.base import LossOutput
-from learner.algorithms.losses import segment_sum
+from learner.algorithms.losses.segments import segment_sum
 from learner.algorithms.policy import by_turn, mean_where
 from learner.data.batch import IntArray, MicroBatch, RankBatch
 from learner.data.packing import place_rows

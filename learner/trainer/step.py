@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from learner.algorithms.base import Algorithm, LossOutput, TokenInputs, TopTokens
-from learner.algorithms.losses import value_loss, variance_sums, weighted_sum
+from learner.algorithms.losses.policy import weighted_sum
+from learner.algorithms.losses.value import value_loss, variance_sums
 from learner.config.model import CriticSettings
 from learner.data.batch import RankBatch
 from learner.engine import OptimizerUpdate

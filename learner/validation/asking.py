@@ -41,15 +41,12 @@ class RunLink(Protocol):
 
     def engines(self) -> list[EngineInfo]:
         """Return engines whose registration is alive."""
-        ...
 
     def rollout_urls(self) -> list[str]:
         """Return the addresses of the rollout servers."""
-        ...
 
     def validate(self, update: WeightUpdate, ttl_s: float) -> None:
         """Let engines load `update` after a later version was announced."""
-        ...
 
 
 class Asking:

@@ -19,18 +19,8 @@ from learner.config.validation import ValidationSettings
 from learner.data.questions import load_questions
 from learner.delivery.dead_letters import EventLog
 from learner.observability.reporting import StepReporter
+from learner.validation import results
 from learner.validation.asking import Asking, RunLink, ValidationLost
-from learner.validation.results import (
-    INITIAL,
-    Record,
-    Suites,
-    ValidatedPolicy,
-    ValidationFiles,
-    best_of,
-    describe,
-    overall,
-    suite_means,
-)
 from protocol.errors import UserError
 from protocol.messages import Question, WeightUpdate
 from protocol.runtime.episodes import Episode
@@ -42,7 +32,7 @@ RETRIES = 10
 """A lost validation is repeated after this part of the steps between two."""
 
 
-def load_suites(settings: ValidationSettings) -> Suites:
+def load_suites(settings: ValidationSettings) -> results.Suites:
     """Return the questions of each data set of the suites. Raises UserError for an unreadable file, or if two suites
     have one name or a suite two questions with one id."""
     found: dict[str, tuple[Question, ...]] = {}
@@ -74,7 +64,7 @@ class Validator:
     def __init__(
         self,
         settings: ValidationSettings,
-        files: ValidationFiles,
+        files: results.ValidationFiles,
         link: RunLink,
         reporter: StepReporter,
         event_log: EventLog,
@@ -83,10 +73,10 @@ class Validator:
         self._settings, self._suites, self._files, self._link = settings, load_suites(settings), files, link
         self._reporter, self._event_log, self._exists = reporter, event_log, exists
         self.writing: Callable[[], str] = str
-        self._records: list[Record] = files.records() if self._suites else []
+        self._records: list[results.Record] = files.records() if self._suites else []
         self._stopping = threading.Event()
         self._call: BackgroundCall[list[Episode]] | None = None
-        self._policy: ValidatedPolicy | None = None
+        self._policy: results.ValidatedPolicy | None = None
         self._began_at = 0.0
         self._validated = -1
         """Step of the last policy that was validated, or began to be."""
@@ -109,7 +99,7 @@ class Validator:
         """
         if not self._suites:
             return False
-        name, left = checkpoint or INITIAL, self._files.unfinished()
+        name, left = checkpoint or results.INITIAL, self._files.unfinished()
         for other in set(left) - {name}:
             self._files.discard(other)
         if any(record["name"] == name for record in self._records):
@@ -138,8 +128,8 @@ class Validator:
         """Begin the validation of `update`, or continue it. `checkpoint` is the name of its checkpoint, "" if it has
         none. No other validation is in progress."""
         version = update.version
-        name = checkpoint or (INITIAL if version.step == 0 else f"step_{version.step}.e{version.epoch}")
-        policy = ValidatedPolicy(name, version.step, version.epoch, version.label, checkpoint)
+        name = checkpoint or (results.INITIAL if version.step == 0 else f"step_{version.step}.e{version.epoch}")
+        policy = results.ValidatedPolicy(name, version.step, version.epoch, version.label, checkpoint)
         asking = Asking(
             *(policy, update, self._suites, self._settings, self._link, self._files, self._stopping),
             progress=partial(self._reporter.validating, version.step),
@@ -180,22 +170,22 @@ class Validator:
         best = self._best()
         return (running | ({best["checkpoint"]} if best else set())) - {""}
 
-    def _best(self) -> Record | None:
-        there = [r for r in self._records if r["name"] == INITIAL or self._exists(r["checkpoint"])]
-        return best_of(there, self._settings.best) if self._settings.best else None
+    def _best(self) -> results.Record | None:
+        there = [r for r in self._records if r["name"] == results.INITIAL or self._exists(r["checkpoint"])]
+        return results.best_of(there, self._settings.best) if self._settings.best else None
 
-    def _finish(self, policy: ValidatedPolicy, episodes: list[Episode], step: int) -> None:
+    def _finish(self, policy: results.ValidatedPolicy, episodes: list[Episode], step: int) -> None:
         by_suite: dict[str, list[Episode]] = {name: [] for name in self._suites}
         for episode in episodes:
             by_suite[episode["suite"]].append(episode)
-        record: Record = {
+        record: results.Record = {
             **vars(policy),
             "seconds": round(time.monotonic() - self._began_at, 3),
-            "suites": {name: suite_means(self._suites[name], found) for name, found in by_suite.items()},
+            "suites": {name: results.suite_means(self._suites[name], found) for name, found in by_suite.items()},
         }
         self._files.add(record)
         self._records = self._files.records()
-        text = describe(record)
+        text = results.describe(record)
         self._event_log.emit("validated", text)
         self._reporter.validated(step, record["step"], text, record["suites"])
         self._show()
@@ -204,9 +194,9 @@ class Validator:
         """Show the last result and the best one in the learner's snapshots."""
         if self._records:
             last, best = self._records[-1], self._best()
-            text = describe(last)
+            text = results.describe(last)
             if best is not None:
-                value, where = overall(best, self._settings.best), best["checkpoint"] or "the initial model"
+                value, where = results.overall(best, self._settings.best), best["checkpoint"] or "the initial model"
                 text += f"; best {self._settings.best} {value:.3f} at step {best['step']} ({where})"
             self._reporter.show_validation(last["step"], text, last["suites"])
 

@@ -44,27 +44,21 @@ class EngineLink(Protocol):
 
     def engines(self) -> list[EngineInfo]:
         """Return engines whose registration is alive."""
-        ...
 
     def target(self, update: WeightUpdate, state: str) -> None:
         """Announce the version that engines must load; `state` is "ready" or "done"."""
-        ...
 
     def view(self, view: WeightView, ttl_s: float) -> None:
         """Write the state of the transfer."""
-        ...
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         """Return the last answer of each member of a view."""
-        ...
 
     def pin(self) -> VersionPin | None:
         """Return the pin of a running evaluation."""
-        ...
 
     def now(self) -> float:
         """Return seconds on Redis' clock, which all hosts share."""
-        ...
 
 
 def in_use(engines: Iterable[EngineInfo]) -> set[PolicyVersion]:
@@ -94,21 +88,18 @@ class WeightPublisher(Protocol):
     @property
     def device(self) -> str:
         """Return the device of the tensors for `publish`: "cpu" or "cuda"."""
-        ...
 
     def publish(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Make `version` available. Raises BadWeights, OSError, Fenced.
 
         weights: Hugging Face name -> tensor; iterated again if the packed tensors turn out wrong.
         """
-        ...
 
     def initial(self, version: PolicyVersion, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate | None:
         """Return what announces `run.model` itself as `version`; None if it must be published.
 
         weights: as for `publish`, on the meta device; iterated to the end.
         """
-        ...
 
     def send_again(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the announced version to engines that can get it in no other way, if any wait.
@@ -116,27 +107,22 @@ class WeightPublisher(Protocol):
         weights: those of that version, as for `publish`; iterated only if an engine waits, then to the end. A failed
         transfer is not raised. Raises StateLost, Fenced.
         """
-        ...
 
     def announce(self, update: WeightUpdate, state: str) -> None:
         """Make the result of `publish` or `initial` the target; may be repeated.
 
         Raises RedisUnavailable, StateLost, Fenced.
         """
-        ...
 
     def collect(self, in_use: Collection[PolicyVersion]) -> None:
         """Remove old versions, except the newest few and those in use."""
-        ...
 
     def facts(self) -> Mapping[str, float]:
         """Return values of the last `publish` and counters since the start, for the metrics; names begin with
         `publish_`."""
-        ...
 
     def close(self) -> None:
         """Stop threads and close groups."""
-        ...
 
 
 class Announcement:

@@ -61,22 +61,18 @@ class WeightGroup(Protocol):
 
     def mark(self) -> Any:
         """Record on the calling thread's stream when its tensors are complete, and return that event. Any thread."""
-        ...
 
     def start(self, tensor: torch.Tensor, after: Any) -> Callable[[], bool]:
         """Start to send `tensor`, which is complete `after` a mark; the result tells whether it has been sent.
 
         Both raise RuntimeError if the group is broken, if it is able to tell.
         """
-        ...
 
     def abort(self) -> None:
         """End all broadcasts, which then count as failed. Called by another thread while this one may hang in NCCL."""
-        ...
 
     def close(self) -> None:
         """Leave the group, once, also after `abort`. Raises RuntimeError."""
-        ...
 
 
 class BroadcastGroup:

@@ -21,15 +21,12 @@ class Staging(Protocol):
 
     def room(self) -> int:
         """Return the bytes of buckets that may be gathered before the engines pause, at the start of a version."""
-        ...
 
     def copy(self, flat: torch.Tensor) -> Future[torch.Tensor]:
         """Return a bucket, [n] uint8, in main memory; done when it is complete there."""
-        ...
 
     def close(self) -> None:
         """Stop threads."""
-        ...
 
 
 class HostStaging:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from fnmatch import fnmatch
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import UserError
 from protocol.run_meta import LINEAGE_FILE, lineage_id_in
@@ -199,6 +201,27 @@ def open_regular(path: Path) -> BufferedReader:
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(handle, "rb")
+
+
+@contextmanager
+def reading(what: object, todo: str) -> Iterator[None]:
+    """Turn an OSError of the block into a UserError: `what` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {what}", why=error.strerror or str(error), todo=todo) from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`; {} without a file, or with another value in it. Raises UserError."""
+    if not path.is_file():
+        return {}
+    try:
+        with reading(path, "make it readable"):
+            found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON", why=str(error)) from None
+    return found if isinstance(found, dict) else {}
 
 
 def sha256_file(path: Path) -> str:

@@ -9,13 +9,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from protocol.errors import NoSignal, UserError
+from protocol.errors import Fenced, NoSignal, UserError
 from protocol.runtime.config import SettingsTree, not_an_override, read_tree
 from protocol.runtime.log import LOG_FORMAT, start_logging
 from protocol.runtime.net import allow_many_files
 
-EXIT_FAILED, EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED = 1, 2, 65, 75
-"""Exit codes: the run failed; the user must act; nothing can be learned from it; another learner took over."""
+EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED = UserError.exit_code, NoSignal.exit_code, Fenced.exit_code
+"""Exit codes: the user must act; nothing can be learned from the run; another learner took over."""
 NOT_RESTARTED = (EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED)
 """A process that ends so would end so again."""
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
@@ -60,7 +60,7 @@ def exit_code(run: Callable[[], int | None], prefix: str = "") -> int:
         return run() or 0
     except UserError as error:
         print(prefix + error.render(), file=sys.stderr)
-        return EXIT_NO_SIGNAL if isinstance(error, NoSignal) else EXIT_USER
+        return error.exit_code
 
 
 def add_config_arguments(

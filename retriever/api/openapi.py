@@ -2,74 +2,45 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from protocol.runtime.http.openapi import (
-    OPEN,
-    REF,
-    REFUSALS,
-    TEXT,
-    Object,
-    document,
-    failures,
-    operation,
-    parameter,
-    response,
-    serve_document,
-)
+from protocol.runtime.http import openapi as made
+from protocol.runtime.http.openapi import ARRAY, OBJECT, REF, STRING, Object, array, record, response
 from protocol.search import Passage, SearchRequest
 from retriever.api.flashrag import ManyQueries, OneQuery
 from retriever.api.openai import EmbeddingRequest
 
-BODIES: dict[str, type[BaseModel]] = {
-    "/retrieve": SearchRequest,
-    "/search": OneQuery,
-    "/batch_search": ManyQueries,
-    "/v1/embeddings": EmbeddingRequest,
-}
-
 DOCUMENT: Object = {"$ref": REF.format(model="Passage")}
-SCORED: Object = {
-    "type": "object",
-    "required": ["document", "score"],
-    "properties": {"document": DOCUMENT, "score": {"type": "number"}},
-}
-RESULT: Object = {
-    "type": "object",
-    "required": ["result"],
-    "properties": {
-        "result": {"type": "array", "items": {"type": "array", "items": {"anyOf": [SCORED, DOCUMENT]}}},
-        "errors": {"type": "array", "items": {"type": ["string", "null"]}},
-    },
-}
-ARRAY: Object = {"type": "array"}
-ERROR: Object = {"type": "object", "required": ["error"], "properties": {"error": {"type": ["string", "object"]}}}
-EMBEDDINGS: Object = {
-    "type": "object",
-    "required": ["object", "data", "model", "usage"],
-    "properties": {
-        "object": {"const": "list"},
-        "data": {"type": "array", "items": {"type": "object", "required": ["object", "index", "embedding"]}},
-        "model": {"type": "string"},
-        "usage": {"type": "object"},
-    },
-}
-MODELS: Object = {"type": "object", "required": ["object", "data"]}
-ANSWERS: dict[str, Object] = {
-    "/retrieve": RESULT,
-    "/search": ARRAY,
-    "/batch_search": ARRAY,
-    "/v1/embeddings": EMBEDDINGS,
-}
-SUMMARIES = {
-    "/retrieve": "Search-R1's dialect: passages for queries.",
-    "/search": "FlashRAG's dialect: documents for one query.",
-    "/batch_search": "FlashRAG's dialect: documents for queries.",
-    "/v1/embeddings": "OpenAI's dialect: vectors of texts, by the index's encoder.",
+SCORED = record(document=DOCUMENT, score={"type": "number"})
+RESULT = record(
+    result=array(array({"anyOf": [SCORED, DOCUMENT]})), optional={"errors": array({"type": ["string", "null"]})}
+)
+ERROR = record(error={"type": ["string", "object"]})
+EMBEDDINGS = record(
+    object={"const": "list"}, data=array(record("object", "index", "embedding")), model=STRING, usage=OBJECT
+)
+MODELS = record("object", "data")
+
+
+class _Dialect(NamedTuple):
+    body: type[BaseModel]
+    answer: Object
+    summary: str
+
+
+DIALECTS = {
+    "/retrieve": _Dialect(SearchRequest, RESULT, "Search-R1's dialect: passages for queries."),
+    "/search": _Dialect(OneQuery, ARRAY, "FlashRAG's dialect: documents for one query."),
+    "/batch_search": _Dialect(ManyQueries, ARRAY, "FlashRAG's dialect: documents for queries."),
+    "/v1/embeddings": _Dialect(
+        EmbeddingRequest, EMBEDDINGS, "OpenAI's dialect: vectors of texts, by the index's encoder."
+    ),
 }
 FAILURES = {
-    **REFUSALS,
+    **made.REFUSALS,
     "400": "the error in the request",
     "404": "not found",
     "408": "the body did not arrive in time",
@@ -83,38 +54,36 @@ FAILURES = {
 
 def describe() -> Object:
     """Return the OpenAPI document."""
-    models = [(model, "validation") for model in (*BODIES.values(), Passage)]
+    models = [(model, "validation") for model in (*(dialect.body for dialect in DIALECTS.values()), Passage)]
     _, definitions = models_json_schema(models, ref_template=REF)  # type: ignore[arg-type]
-    failed, state, name = failures(FAILURES, ERROR), {"type": "object"}, {"type": "string", "minLength": 1}
+    failed, name = made.failures(FAILURES, ERROR), {**STRING, "minLength": 1}
 
     def get(summary: str, answer: Object, *parameters: Object) -> Object:
-        return {"get": operation({"200": answer} | failed, summary=summary, parameters=parameters)}
+        return {"get": made.operation({"200": answer} | failed, summary=summary, parameters=parameters)}
 
     document_of = response("the document", DOCUMENT)
-    ready = {"200": response("ready", state), "503": response("not open", ERROR)}
+    ready = {"200": response("ready", OBJECT), "503": response("not open", ERROR)}
     paths: Object = {
         path: {
-            "post": operation(
-                {"200": response("found", ANSWERS[path])} | failed,
-                summary=SUMMARIES[path],
-                body={"$ref": REF.format(model=model.__name__)},
+            "post": made.operation(
+                {"200": response("found", answer)} | failed,
+                summary=summary,
+                body={"$ref": REF.format(model=body.__name__)},
             )
         }
-        for path, model in BODIES.items()
+        for path, (body, answer, summary) in DIALECTS.items()
     }
     paths |= {
         "/v1/models": get("The encoder's name, in OpenAI's form.", response("one model", MODELS)),
-        "/passages": get("A document by `?id=`.", document_of, parameter("id", "query", name)),
-        "/passages/{id}": get("A document by its id.", document_of, parameter("id", "path", name)),
-        "/info": get("What is served, and its limits.", response("state", state)),
-        "/health": {
-            "get": operation({"200": response("healthy", state)}, summary="The process is alive.", security=OPEN)
-        },
-        "/ready": {"get": operation(ready, summary="Searches are answered.", security=OPEN)},
-        "/metrics": get("Prometheus.", response("metrics", {"type": "string"}, TEXT)),
-        "/openapi.json": get("This document.", response("OpenAPI", state)),
+        "/passages": get("A document by `?id=`.", document_of, made.parameter("id", "query", name)),
+        "/passages/{id}": get("A document by its id.", document_of, made.parameter("id", "path", name)),
+        "/info": get("What is served, and its limits.", response("state", OBJECT)),
+        "/health": made.open_get("The process is alive.", {"200": response("healthy", OBJECT)}),
+        "/ready": made.open_get("Searches are answered.", ready),
+        "/metrics": get("Prometheus.", response("metrics", STRING, made.TEXT)),
+        "/openapi.json": get("This document.", response("OpenAPI", OBJECT)),
     }
-    return document("Foray retriever", paths, schemas=definitions["$defs"])
+    return made.document("Foray retriever", paths, schemas=definitions["$defs"])
 
 
-openapi = serve_document(describe)
+openapi = made.serve_document(describe)

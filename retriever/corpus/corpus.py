@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import UserError
+from protocol.runtime.files import reading
 from protocol.runtime.records import MAX_RECORD
 from protocol.search import Passage
 from retriever.corpus.formats.base import MAX_FIELDS, cleaned, fields_of
@@ -138,15 +139,10 @@ def parse_line(line: bytes) -> Passage:
 
 def open_corpus(path: Path) -> Path:
     """Return `path`. Raises UserError if it cannot be read."""
-    try:
-        with path.open("rb"):
-            return path
-    except OSError as error:
-        raise UserError(
-            f"cannot read the corpus {path}",
-            why=error.strerror or str(error),
-            todo='set retriever.corpus (or --corpus) to a file of {"id", "contents"} lines',
-        ) from None
+    todo = 'set retriever.corpus (or --corpus) to a file of {"id", "contents"} lines'
+    with reading(f"the corpus {path}", todo):
+        path.open("rb").close()
+    return path
 
 
 class ColumnWriter:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from protocol.errors import UserError
-from protocol.runtime.files import below, sha256_file
+from protocol.runtime.files import below, reading, sha256_file
 from retriever.encoder.config import TransformerEncoderSettings
 from retriever.encoder.families import BY_NAME, FAMILIES, EncoderFamily, Pooling, family_of
 
@@ -241,13 +241,8 @@ def _optional(path: Path) -> dict[str, Any]:
 
 def _json(path: Path, kind: type) -> Any:
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}",
-            why=error.strerror or str(error),
-            todo="set the path of a model's folder: config.json, tokenizer, weights",
-        ) from None
+        with reading(path, "set the path of a model's folder: config.json, tokenizer, weights"):
+            value = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not JSON", why=str(error)) from None
     if not isinstance(value, kind):

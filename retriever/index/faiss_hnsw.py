@@ -11,18 +11,10 @@ import faiss
 
 from retriever.encoder import build_encoder
 from retriever.encoder.base import Vectors
-from retriever.index import store
+from retriever.index import faiss_flat, store
 from retriever.index.base import PassageSource, Rows, Scores, VectorIndex
 from retriever.index.config import FaissHnswSettings
 from retriever.index.dense import ApproximateVectors, DenseIndex, StoredVectors
-from retriever.index.faiss_flat import (
-    FaissFlatVectors,
-    check_fits,
-    check_readable,
-    open_file,
-    stored_vectors,
-    use_threads,
-)
 
 log = logging.getLogger(__name__)
 FILE = "index.faiss"
@@ -45,9 +37,9 @@ class FaissHnswIndex(DenseIndex):
         Memory: all vectors and links.
         """
         if settings.file is not None:
-            check_readable(settings.file)
-            index = open_file(settings.file, faiss.IndexHNSW, "a graph (HNSW)")
-            check_fits(settings.file, (index.ntotal, index.d), settings, source)
+            faiss_flat.check_readable(settings.file)
+            index = faiss_flat.open_file(settings.file, faiss.IndexHNSW, "a graph (HNSW)")
+            faiss_flat.check_fits(settings.file, (index.ntotal, index.d), settings, source)
             return
         source.vectors(settings.encoder, settings.dtype, directory)
         vectors = store.open_vectors(directory)
@@ -65,21 +57,21 @@ def open_hnsw(settings: FaissHnswSettings, directory: Path, *, threads: int) -> 
     """Open the configured file, or the output of `build`."""
     path = settings.file or directory / FILE
     if settings.file is None and not path.exists():
-        return FaissFlatVectors(store.open_vectors(directory), threads=threads)
-    use_threads(threads)
-    index = open_file(path, faiss.IndexHNSW, "a graph (HNSW)")
+        return faiss_flat.FaissFlatVectors(store.open_vectors(directory), threads=threads)
+    faiss_flat.use_threads(threads)
+    index = faiss_flat.open_file(path, faiss.IndexHNSW, "a graph (HNSW)")
 
     def rough(queries: Vectors, count: int) -> tuple[Scores, Rows]:
         parameters = _Parameters(efSearch=max(settings.ef_search, count))
         scores, rows = index.search(queries, count, params=parameters)
         return scores, rows
 
-    return ApproximateVectors(rough, index.ntotal, stored_vectors(index), lambda k: k + SPARE)
+    return ApproximateVectors(rough, index.ntotal, faiss_flat.stored_vectors(index), lambda k: k + SPARE)
 
 
 def graph(settings: FaissHnswSettings, vectors: StoredVectors) -> Any:
     """Return a graph of the vectors."""
-    use_threads(settings.build_threads)
+    faiss_flat.use_threads(settings.build_threads)
     dim = vectors.shape[1]
     index: Any
     if vectors.dtype == "float16":

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import UserError
+from protocol.runtime.files import reading
 from retriever.encoder.base import Vectors
 
 FILE = "vectors.npy"
@@ -66,17 +66,11 @@ def file_digest(path: Path) -> dict[str, Any]:
 
     Reads the head, the tail and evenly spaced blocks, 256 KiB in total. Raises UserError if it cannot be read.
     """
-    try:
+    todo = "set index.file to a FAISS file, or remove it to build from the corpus"
+    with reading(f"the index file {path}", todo), path.open("rb") as file:
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
-        with path.open("rb") as file:
-            for i in range(DIGEST_BLOCKS):
-                file.seek(max(0, size - DIGEST_BLOCK) * i // (DIGEST_BLOCKS - 1))
-                digest.update(file.read(DIGEST_BLOCK))
-    except OSError as error:
-        raise UserError(
-            f"cannot read the index file {path}",
-            why=error.strerror or str(error),
-            todo="set index.file to a FAISS file, or remove it to build from the corpus",
-        ) from None
+        for i in range(DIGEST_BLOCKS):
+            file.seek(max(0, size - DIGEST_BLOCK) * i // (DIGEST_BLOCKS - 1))
+            digest.update(file.read(DIGEST_BLOCK))
     return {"bytes": size, "sha256_of_blocks": digest.hexdigest()[:16]}

@@ -114,7 +114,7 @@ def read_channels(text: str, tools: Sequence[Tool]) -> Said:
     for message in _MESSAGE.finditer(text):
         head, body = message.groups()
         end = message.end()
-        if (to := _TO.search(head)) and isinstance(_value(body), dict):
+        if (to := _TO.search(head)) and isinstance(json_or_text(body), dict):
             calls.append(Call(new_id(), to[1], body.strip()))
         elif "analysis" in head:
             thoughts += body
@@ -167,7 +167,7 @@ class _Format:
         found: dict[str, Any] = {}
         while element := self.argument.match(text, start):
             key, value = element["key"], element["value"]
-            found[key], start = (value if key in strings else _value(value)), element.end()
+            found[key], start = (value if key in strings else json_or_text(value)), element.end()
         closed = self.close.match(text, start)
         return (found, closed.end()) if closed else (None, start)
 
@@ -225,7 +225,8 @@ def _strings(name: str, tools: Sequence[Tool]) -> set[str]:
     return {key for key, schema in properties.items() if '"string"' in json.dumps(schema)}
 
 
-def _value(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """Return the value of a JSON text, or a text that is not JSON as it is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -58,19 +58,15 @@ class Dialect(Protocol):
 
     def parse(self, body: Mapping[str, Any], items: Items) -> Ask:
         """Return what a body asks for. Raises CallRefused."""
-        ...
 
     def whole(self, ask: Ask, turn: Turn, items: Items) -> dict[str, Any]:
         """Return the answer without stream."""
-        ...
 
     def events(self, ask: Ask, turn: Turn, items: Items) -> Iterator[str]:
         """Yield the server-sent events of a finished turn."""
-        ...
 
     def failed(self, error: CallRefused) -> str:
         """Return the event of an error."""
-        ...
 
 
 DIALECTS: Mapping[str, Dialect] = {"/v1/chat/completions": chat_completions, "/v1/responses": responses}

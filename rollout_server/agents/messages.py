@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from protocol.errors import ForayError
+from rollout_server.agents.formats import json_or_text
 from rollout_server.agents.renderer import Message, Said, Tool, content_of, function_of
 
 MAX_MESSAGES = 10_000
@@ -110,10 +111,8 @@ def normalise(message: Message) -> Normal:
 
 def canonical(arguments: str) -> str:
     """Return JSON with sorted keys; a text that is not JSON stays as it is."""
-    try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
-    except (ValueError, RecursionError):
-        return arguments
+    value = json_or_text(arguments)
+    return arguments if value is arguments else json.dumps(value, sort_keys=True)
 
 
 class Given(BaseModel):

@@ -18,23 +18,8 @@ from itertools import product
 from typing import Any
 
 from protocol.errors import UserError
+from rollout_server.agents import formats
 from rollout_server.agents.config import OwnAgentSettings
-from rollout_server.agents.formats import (
-    ARGUMENTS,
-    IDS,
-    NAME,
-    PROBE_TOOL,
-    THOUGHT_MARKS,
-    common_start,
-    find_format,
-    has_thoughts,
-    is_inside_thoughts,
-    only_thought_marks,
-    probe_calls,
-    read_channels,
-    split_thoughts,
-    without_start_of,
-)
 from rollout_server.agents.renderer import (
     Call,
     Message,
@@ -152,12 +137,12 @@ class NativeRenderer:
         self._borders = _Borders(tokenizer)
         self._ends = [tokenizer.decode([i]) for i in tokenizer.eos_ids]
         self._failure = "the chat template leaves out calls"
-        shown = self._attempt([USER], True, [PROBE_TOOL])
-        self._opened = is_inside_thoughts(shown or self._text([USER], True, []))
-        self._thinks = has_thoughts(template.source)
-        self._shows_tools = NAME in shown
+        shown = self._attempt([USER], True, [formats.PROBE_TOOL])
+        self._opened = formats.is_inside_thoughts(shown or self._text([USER], True, []))
+        self._thinks = formats.has_thoughts(template.source)
+        self._shows_tools = formats.NAME in shown
         self._one, two = (self._written(shown, number) for number in (1, 2))
-        self._read = find_format(self._one, two)
+        self._read = formats.find_format(self._one, two)
 
     def stops(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Return nothing: an end token ends a turn."""
@@ -206,16 +191,18 @@ class NativeRenderer:
     def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
         """Return the thoughts, the text and the calls of a turn. Without tools, calls are text."""
         text = self._tokenizer.decode_turn(ids)
-        if self._read is read_channels:
-            return read_channels(text, tools)
-        thoughts, text = split_thoughts(text, self._opened)
+        if self._read is formats.read_channels:
+            return formats.read_channels(text, tools)
+        thoughts, text = formats.split_thoughts(text, self._opened)
         return replace(self._read(text, tools) if self._read and tools else Said(text), reasoning=thoughts)
 
     def so_far(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
         """Return the thoughts so far, and the text if it cannot be the start of a call."""
         said = self.read(ids, tools)
-        content = "" if tools or self._read is read_channels else said.content
-        content, thoughts = (without_start_of(text, THOUGHT_MARKS).strip() for text in (content, said.reasoning))
+        content = "" if tools or self._read is formats.read_channels else said.content
+        content, thoughts = (
+            formats.without_start_of(text, formats.THOUGHT_MARKS).strip() for text in (content, said.reasoning)
+        )
         return Said(content, thoughts)
 
     def verdict(self) -> TemplateVerdict:
@@ -227,8 +214,9 @@ class NativeRenderer:
             return TemplateVerdict(
                 "refused", f"no parser reads calls that begin with {shown!r}" if shown else self._failure
             )
-        call, again = (Said("", "", (Call(name, NAME, json.dumps(ARGUMENTS)),)) for name in IDS)
-        results: list[Message] = [{"role": "tool", "tool_call_id": name, "name": NAME, "content": "?"} for name in IDS]
+        call, again = (Said("", "", (Call(name, formats.NAME, json.dumps(formats.ARGUMENTS)),)) for name in formats.IDS)
+        result = {"role": "tool", "name": formats.NAME, "content": "?"}
+        results: list[Message] = [result | {"tool_call_id": name} for name in formats.IDS]
         reasons = [
             self._rewritten([USER, _stand_in(call, thoughts), results[0], _stand_in(again, thoughts), results[1]])
             for thoughts in ("", _THOUGHT)
@@ -236,11 +224,11 @@ class NativeRenderer:
         if all(reasons):
             return TemplateVerdict("refused", reasons[0])
         try:
-            self.go_on(results[:1], [PROBE_TOOL], [], call)
+            self.go_on(results[:1], [formats.PROBE_TOOL], [], call)
         except NotAppendable as error:
             return TemplateVerdict("refused", str(error))
         try:
-            self.go_on([{"role": "user", "content": "?"}], [PROBE_TOOL], [], Said("?"))
+            self.go_on([{"role": "user", "content": "?"}], [formats.PROBE_TOOL], [], Said("?"))
         except NotAppendable as error:
             return TemplateVerdict("user", str(error))
         return TemplateVerdict("one")
@@ -248,12 +236,12 @@ class NativeRenderer:
     def _rewritten(self, messages: Sequence[Message]) -> str:
         """Return why a conversation is not its turns appended to each other; "" if it is."""
         try:
-            whole = self._text(messages, True, [PROBE_TOOL])
+            whole = self._text(messages, True, [formats.PROBE_TOOL])
             for number in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
-                if not whole.startswith(alone := self._text(messages[: number + 1], False, [PROBE_TOOL])):
+                if not whole.startswith(alone := self._text(messages[: number + 1], False, [formats.PROBE_TOOL])):
                     return "the chat template renders earlier turns in another way after a result of a tool"
-                start = self._text(messages[:number], True, [PROBE_TOOL])
-                if not only_thought_marks(start[len(common_start(alone, start)) :]):
+                start = self._text(messages[:number], True, [formats.PROBE_TOOL])
+                if not formats.only_thought_marks(start[len(formats.common_start(alone, start)) :]):
                     return "the chat template starts a turn in another way than it renders it later"
         except UserError as error:
             return error.why or error.what
@@ -272,7 +260,7 @@ class NativeRenderer:
             raise NotAppendable(f"the chat template renders a turn in another way before a message of {new[0]['role']}")
         written = alone.rfind(_STAND_IN)
         if written < 0:  # a template that leaves out calls
-            written = len(common_start(alone, self._text([USER], True, hidden)))
+            written = len(formats.common_start(alone, self._text([USER], True, hidden)))
         end = max((alone.rfind(mark, written) for mark in self._ends), default=-1)
         ids = marks.encode((alone[end:] if end >= 0 else "") + whole[len(alone) :])
         if not last or last[-1] not in self._tokenizer.eos_ids:
@@ -284,10 +272,10 @@ class NativeRenderer:
 
     def _written(self, shown: str, number: int) -> str:
         """Return what the template writes for a turn of `number` calls; "" if it cannot."""
-        turn = {"role": "assistant", "content": "", "tool_calls": probe_calls(number)}
-        text = self._attempt([USER, turn], False, [PROBE_TOOL])
-        prompt = common_start(text, shown).removesuffix("<")
-        return split_thoughts(text[len(prompt) :], False)[1]
+        turn = {"role": "assistant", "content": "", "tool_calls": formats.probe_calls(number)}
+        text = self._attempt([USER, turn], False, [formats.PROBE_TOOL])
+        prompt = formats.common_start(text, shown).removesuffix("<")
+        return formats.split_thoughts(text[len(prompt) :], False)[1]
 
     def _attempt(self, messages: Sequence[Message], begin: bool, tools: Sequence[Tool]) -> str:
         try:
@@ -356,9 +344,7 @@ def _plain(messages: Sequence[Message], names: dict[str, str]) -> list[Message]:
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = function_of(call)
     arguments = function.get("arguments") or {}
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        pass  # the template decides about text that is no JSON
+    if isinstance(arguments, str):  # the template decides about text that is no JSON
+        arguments = formats.json_or_text(arguments)
     given = {"name": str(function["name"]), "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": given}

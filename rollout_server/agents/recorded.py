@@ -23,8 +23,10 @@ from typing import Any, NoReturn
 
 from protocol.errors import UserError
 from protocol.messages import MAX_SEGMENTS, Segment, Status
+from protocol.runtime.lifecycle import cancel_all
 from protocol.runtime.timing import LoopTimer
 from protocol.runtime.tracing import span
+from rollout_server.agents.formats import json_or_text
 from rollout_server.agents.messages import Ask, CallRefused, Normal, Turn, normalise
 from rollout_server.agents.renderer import Call, Message, NotAppendable, Renderer, Said, content_of
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
@@ -139,10 +141,7 @@ class Recorded:
         """Cancel calls in flight. Later ones change nothing."""
         self.timer = None
         self.end(End(Status.FAILED, "closed"))
-        tasks = [reply.task for reply in self._replies.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(reply.task for reply in self._replies.values())
 
     def end(self, end: End) -> None:
         """Answer no further call. The first end counts."""
@@ -377,10 +376,7 @@ def _after_assistant(messages: Sequence[Message]) -> int:
 
 def _query(call: Call) -> str:
     """Return the query of a call of `search`."""
-    try:
-        given = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        return call.arguments
+    given = json_or_text(call.arguments)
     values = list(given.values()) if isinstance(given, dict) else []
     query = given.get("query", values[0] if len(values) == 1 else None) if values else None
     return query if isinstance(query, str) else call.arguments

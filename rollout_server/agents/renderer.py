@@ -74,11 +74,9 @@ class Renderer(Protocol):
 
     def stops(self, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Return the strings that end a turn besides the end tokens, for `GenerateRequest.stop`."""
-        ...
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the ids of a whole prompt, up to the start of the assistant's turn. Raises UserError."""
-        ...
 
     def go_on(self, new: Sequence[Message], tools: Sequence[Tool], last: Sequence[int], said: Said) -> list[int]:
         """Return the ids that follow a turn: its end, the `new` messages and the start of the next turn.
@@ -88,19 +86,15 @@ class Renderer(Protocol):
 
         Contents of messages become no control token. Raises NotAppendable.
         """
-        ...
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
         """Return the message that the sampled `ids` stand for."""
-        ...
 
     def so_far(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
         """Return what the first `ids` of a turn say already, whatever follows: `read` of the turn begins with it."""
-        ...
 
     def verdict(self) -> TemplateVerdict:
         """Return what agents can do with this renderer. For a log at start and `foray doctor`."""
-        ...
 
 
 def new_id() -> str:

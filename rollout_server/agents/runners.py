@@ -70,11 +70,9 @@ class Runner(Protocol):
 
     async def __call__(self, question: Question, access: AgentAccess) -> AgentResult:
         """Run an agent to its end. Raises AgentError."""
-        ...
 
     async def close(self) -> None:
         """Close connections. Safe to call twice."""
-        ...
 
 
 def result_of(value: object) -> AgentResult:

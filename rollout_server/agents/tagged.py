@@ -13,19 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from rollout_server.agents.formats import without_start_of
+from rollout_server.agents.formats import json_or_text, without_start_of
 from rollout_server.agents.renderer import Call, Message, Said, TemplateVerdict, Tool, content_of, function_of, new_id
-from rollout_server.environment.actions import (
-    MAX_CHARS_PER_TOKEN,
-    RESERVED_TAGS,
-    Action,
-    AnswerAction,
-    InvalidAction,
-    SearchAction,
-    ToolAction,
-    escape_tags,
-    parse,
-)
+from rollout_server.environment import actions
 from rollout_server.environment.environment import Environment
 
 _TAG = re.compile(r"[A-Za-z][\w-]*")
@@ -61,17 +51,17 @@ class TaggedRenderer:
     def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
         """Return the first action of a turn, as the built-in loop reads it. Without one the text is the content."""
         text, template = self.environment.tokenizer.decode_turn(ids), self.environment.template
-        action = parse(text, box=template.boxed, tools=_tags(tools))
-        if isinstance(action, InvalidAction):
+        action = actions.parse(text, box=template.boxed, tools=_tags(tools))
+        if isinstance(action, actions.InvalidAction):
             return Said(text.strip())
         before = thoughts_before(text, action)
-        if isinstance(action, AnswerAction):
+        if isinstance(action, actions.AnswerAction):
             return Said(action.text or "", before)
-        name = action.tool if isinstance(action, ToolAction) else "search"
+        name = action.tool if isinstance(action, actions.ToolAction) else "search"
         key = next((key for tool, key in map(_named, tools) if tool == name), None)
         if key is None:  # `search`, which this agent does not offer
             return Said(text.strip())
-        argument = action.query if isinstance(action, SearchAction) else action.argument
+        argument = action.query if isinstance(action, actions.SearchAction) else action.argument
         return Said("", before, (Call(new_id(), name, json.dumps({key: argument}, ensure_ascii=False)),))
 
     def so_far(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
@@ -88,10 +78,11 @@ class TaggedRenderer:
         if message["role"] != "tool" and text.strip() == environment.template.invalid.strip():
             return list(environment.invalid)
         if message["role"] != "tool":
-            return environment.tokenizer.encode_untrusted(f"\n{escape_tags(text, tags).strip()}\n")
+            return environment.tokenizer.encode_untrusted(f"\n{actions.escape_tags(text, tags).strip()}\n")
         if not text.strip():
             return environment.observation((), limit)
-        return environment.text_observation(escape_tags(text[: limit * MAX_CHARS_PER_TOKEN], tags), limit)
+        text = text[: limit * actions.MAX_CHARS_PER_TOKEN]
+        return environment.text_observation(actions.escape_tags(text, tags), limit)
 
     def _said(self, message: Message, tools: Sequence[Tool]) -> list[int]:
         """Return the ids of an earlier turn, written as the policy would."""
@@ -102,18 +93,18 @@ class TaggedRenderer:
         if not calls:
             parts.append(("answer", f"\\boxed{{{content}}}" if self.environment.template.boxed else content))
         trusted, untrusted = self.environment.tokenizer.encode_trusted, self.environment.tokenizer.encode_untrusted
+        written = [(name, actions.escape_tags(text, known)) for name, text in parts if text]
         return [
             i
-            for name, text in parts
-            if text
-            for i in (*trusted(f"<{name}>"), *untrusted(f" {escape_tags(text, known)} "), *trusted(f"</{name}>"))
+            for name, text in written
+            for i in (*trusted(f"<{name}>"), *untrusted(f" {text} "), *trusted(f"</{name}>"))
         ]
 
 
-def thoughts_before(text: str, action: Action) -> str:
+def thoughts_before(text: str, action: actions.Action) -> str:
     """Return what a turn says before its first action (all, if that is invalid), without the marks of thoughts."""
-    if not isinstance(action, InvalidAction):
-        name = "answer" if isinstance(action, AnswerAction) else getattr(action, "tool", "search")
+    if not isinstance(action, actions.InvalidAction):
+        name = "answer" if isinstance(action, actions.AnswerAction) else getattr(action, "tool", "search")
         text = text.partition(f"<{name}>")[0]
     return _THINK.sub("", text).strip()
 
@@ -128,7 +119,7 @@ def thoughts_so_far(text: str, tags: Sequence[str]) -> str:
 def _tags(tools: Sequence[Tool]) -> tuple[str, ...]:
     """Return the names of tools that can be tags, without those of the protocol."""
     names = (name for name, _ in map(_named, tools))
-    return tuple(name for name in names if _TAG.fullmatch(name) and name not in RESERVED_TAGS)
+    return tuple(name for name in names if _TAG.fullmatch(name) and name not in actions.RESERVED_TAGS)
 
 
 def _named(tool: Tool) -> tuple[str, str]:
@@ -141,9 +132,6 @@ def _named(tool: Tool) -> tuple[str, str]:
 
 def _argument(arguments: str) -> str:
     """Return the only argument of a call as text."""
-    try:
-        given = json.loads(arguments)
-    except ValueError:
-        return arguments
+    given = json_or_text(arguments)
     values = list(given.values()) if isinstance(given, dict) else [given]
     return str(values[0]) if len(values) == 1 else arguments

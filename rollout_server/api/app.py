@@ -63,6 +63,8 @@ class AppState:
     stopping: Callable[[], bool]
 
 
+OF_ENGINE = {"id", "url", "state", "role", "running", "waiting", "detail"}
+"""Fields of a registration that `GET /status` has under the same name."""
 STATE = web.AppKey("served", AppState)
 
 
@@ -116,11 +118,8 @@ async def _status(request: web.Request) -> web.Response:
     takes = {engine.id for engine in state.router.candidates(pinned=False)}
     engines = [
         {
-            "id": engine.id,
-            "url": engine.url,
-            "state": str(engine.state),
+            **engine.model_dump(mode="json", include=OF_ENGINE),
             "version": engine.version.label,
-            "role": engine.role,
             "takes_requests": engine.id in takes,
             "unroutable_reason": state.router.unroutable_reason(engine),
             "strikes": round(state.router.health.strikes(incarnation_key(engine)), 3),
@@ -128,9 +127,6 @@ async def _status(request: web.Request) -> web.Response:
             "window": state.router.inflight.limit(engine),
             "requests_in_flight": state.router.inflight.requests(engine),
             "tokens_in_flight": state.router.inflight.tokens(engine),
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "detail": engine.detail,
         }
         for engine in sorted(table.engines.values(), key=lambda e: e.id)
     ]

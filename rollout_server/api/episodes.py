@@ -16,6 +16,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from protocol.errors import ForayError
 from protocol.messages import Name, Question, Sampling, Scalar, Segment, Status, Text
+from protocol.runtime.lifecycle import cancel_all
 from protocol.versions import PolicyVersion
 from rollout_server.api.evaluation_pin import LOOK_S, EvaluationPin
 from rollout_server.dispatch.fleet import Fleet
@@ -177,9 +178,7 @@ class Episodes:
             if lost is not None:
                 lost.remove_done_callback(ended.put_nowait)
             self._unpinned -= len(running) * (not request.pin)
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await cancel_all(running)
 
     def _may_start(self, request: EpisodesRequest, running: int) -> bool:
         if not running or running >= request.concurrency:
@@ -219,33 +218,22 @@ class Episodes:
             "index": index,
             **self._policy(),
             "version": "+".join(_versions(result)),
-            "status": str(trajectory.status),
-            "cause": trajectory.cause,
-            "answer": trajectory.answer,
-            "reward": trajectory.reward,
-            "rewards": dict(trajectory.rewards),
+            **trajectory.model_dump(mode="json", exclude={"segments"}),
             "metrics": score(trajectory.answer or None, question.answers),
-            "searches": trajectory.searches,
             "tool_calls": dict(Counter(segment.tool for segment in trajectory.segments if segment.tool)),
-            "turns": trajectory.turns,
             "tokens": len(trajectory.ids),
             "tokens_generated": trajectory.num_sampled,
-            "seconds": trajectory.seconds,
             "text": result.text,
             "segments": [self._segment(segment) for segment in trajectory.segments],
         }
 
     def _segment(self, segment: Segment) -> dict[str, Any]:
         return {
-            "owner": str(segment.owner),
             "text": self._environment.tokenizer.decode(segment.ids.tolist()),
             "tokens": len(segment.ids),
             # two versions: the weights changed while the turn was sampled
             "version": "+".join(_labels(segment)),
-            "tool": segment.tool,
-            "query": segment.query,
-            "passage_ids": list(segment.passage_ids),
-            "error": segment.error,
+            **segment.model_dump(mode="json", include={"owner", "tool", "query", "passage_ids", "error"}),
         }
 
 

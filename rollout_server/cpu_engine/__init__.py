@@ -24,6 +24,6 @@ docstring of `server/app.py` shows its structure. Differences from SGLang 0.5.23
   `--chunked-prefill-size`). `num_computed_tokens` in `/v1/loads` counts them.
 * The prefix cache is cleared at every weight update, with or without `flush_cache`. `/flush_cache` does not wait.
 * `/v1/completions` and `/v1/chat/completions` reject unknown fields and unknown models (SGLang: ignores them), and
-  `max_tokens: 0` scores a prompt (SGLang: 400). Pickled data is rejected (`server/absent.py`).
+  `max_tokens: 0` scores a prompt (SGLang: 400). Pickled data is rejected (`ABSENT` in `server/admin.py`).
 * Listening on a non-loopback address requires an API key. Keys come from environment variables only.
 """

@@ -14,17 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from protocol import run_meta
 from protocol.codec import SCHEMA_MAJOR, SCHEMA_MINOR, decode_as
 from protocol.errors import ProtocolError, UserError
 from protocol.messages import EngineInfo, NodeState, WeightUpdate
-from protocol.run_meta import (
-    RunMeta,
-    another_run_error,
-    incompatibility,
-    lineage_id_of,
-    parse_run_meta,
-    tokenizer_digest,
-)
 from protocol.runtime.files import lineage_of
 from protocol.runtime.metrics import WaitTimer
 from protocol.runtime.redis.aio import Backoff, RedisClient
@@ -52,10 +45,10 @@ class RunCompatibility:
         self._run, self._facts = run, {name: str(value) for name, value in facts.items()}
         self._needs = needs
         try:
-            self._tokenizer = tokenizer_digest((run.model / "tokenizer.json").read_bytes())
+            self._tokenizer = run_meta.tokenizer_digest((run.model / "tokenizer.json").read_bytes())
         except OSError:
             self._tokenizer = ""  # set by the process that loads the tokenizer
-        self._last: RunMeta | None = None
+        self._last: run_meta.RunMeta | None = None
         self._lineage_id = ""
 
     @property
@@ -74,12 +67,12 @@ class RunCompatibility:
         Called at every read of Redis. Unchanged meta is not compared again, so each difference is logged once. Missing
         meta (an older learner, or none yet) is accepted, but `is_met` is False if a minor schema is needed.
         """
-        if (lineage_id := lineage_id_of(raw)) and lineage_id != self._lineage_id:
+        if (lineage_id := run_meta.lineage_id_of(raw)) and lineage_id != self._lineage_id:
             self._compare(raw, lineage_id)
-        theirs = parse_run_meta(raw)
+        theirs = run_meta.parse_run_meta(raw)
         if theirs is None or theirs == self._last:
             return
-        error = incompatibility(theirs, run=self._run.id, tokenizer=self._tokenizer, needs=self._needs)
+        error = run_meta.incompatibility(theirs, run=self._run.id, tokenizer=self._tokenizer, needs=self._needs)
         if error is not None:
             raise error
         if theirs.schema[1] != SCHEMA_MINOR:
@@ -103,7 +96,7 @@ class RunCompatibility:
 
 
 def _elsewhere(raw: Mapping[bytes, bytes], run: RunSettings, whose: str) -> UserError:
-    return another_run_error(
+    return run_meta.another_run_error(
         raw,
         run=run.id,
         redis=redacted(run.redis_url),

@@ -20,6 +20,7 @@ from protocol.errors import ProtocolError, StateLost
 from protocol.functions import BEAT
 from protocol.keys import TASK_GROUP
 from protocol.messages import GroupFailed, Task
+from protocol.runtime.lifecycle import cancel_all
 from protocol.runtime.redis.aio import Backoff, RedisClient
 from protocol.runtime.redis.errors import RedisUnavailable
 from rollout_server.dispatch.publisher import GroupPublisher
@@ -161,9 +162,7 @@ class LeasePool:
             now = time.monotonic()
             hoped = now if can_progress() else hoped
         unfinished = [lease for lease, task in self.in_flight.values() if not task.done()]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(running)
         try:
             async with asyncio.timeout(HAND_BACK_S):
                 for lease in unfinished:

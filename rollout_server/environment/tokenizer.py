@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from protocol.errors import UserError
+from protocol.runtime.files import read_json_object, reading
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -137,18 +138,13 @@ def load_tokenizer(model_dir: str | Path, day: date | None = None) -> Trajectory
     """
     model_dir = Path(model_dir)
     path = model_dir / "tokenizer.json"
-    config = _read_json(model_dir / "tokenizer_config.json")
+    config = read_json_object(model_dir / "tokenizer_config.json")
     try:
-        spec = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path, "run.model must be a model directory in Hugging Face layout with a tokenizer.json"):
+            spec = json.loads(path.read_text(encoding="utf-8"))
         return TrajectoryTokenizer(
             spec, eos_ids=_eos_ids(model_dir, spec, config), chat=load_chat_template(model_dir, config, day)
         )
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}",
-            why=error.strerror or str(error),
-            todo="run.model must be a model directory in Hugging Face layout with a tokenizer.json",
-        ) from None
     except UserError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -172,24 +168,14 @@ def _unknown_ids(spec: dict[str, Any], tokenizer: Tokenizer) -> set[int]:
 def _eos_ids(model_dir: Path, spec: dict[str, Any], config: dict[str, Any]) -> set[int]:
     """Return the end tokens of generation_config.json, config.json and tokenizer_config.json together."""
     found: set[int] = set()
-    model = _read_json(model_dir / "config.json")
-    for holder in (_read_json(model_dir / "generation_config.json"), model, model.get("text_config") or {}):
+    model = read_json_object(model_dir / "config.json")
+    for holder in (read_json_object(model_dir / "generation_config.json"), model, model.get("text_config") or {}):
         value = holder.get("eos_token_id")
         found.update(value if isinstance(value, list) else [value] if value is not None else [])
     name = config.get("eos_token")
     spelling = name.get("content") if isinstance(name, dict) else name
     found.update(token["id"] for token in spec.get("added_tokens") or [] if token["content"] == spelling)
     return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON", why=str(error)) from None
-    return value if isinstance(value, dict) else {}
 
 
 def _digest(spec: dict[str, Any], eos_ids: frozenset[int], chat: ChatTemplate | None) -> str:

@@ -7,7 +7,6 @@ different tokenizer.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 import uuid
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
+from protocol.runtime.files import read_json_object
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.client import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
@@ -77,8 +77,7 @@ def _no_engine(url: str, why: str) -> UserError:
 
 
 def _same_architecture(info: dict[str, Any], url: str, model: Path) -> None:
-    path = model / "config.json"
-    ours = json.loads(path.read_bytes()) if path.is_file() else {}
+    ours = read_json_object(model / "config.json")
     for name in ("model_type", "vocab_size"):
         theirs = info.get(name)
         if theirs is not None and ours.get(name) is not None and theirs != ours[name]:

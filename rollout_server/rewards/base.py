@@ -82,7 +82,6 @@ class TurnReward(Protocol):
 
     async def per_turn(self, outcome: RewardInput) -> Sequence[float]:
         """Return one number per turn in `outcome.turns`. The observation of a turn is the result of its own search."""
-        ...
 
 
 class RewardSettingsBase(Settings):

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from protocol.runtime.http.body import bounded_session
+from protocol.runtime.lifecycle import cancel_all
 
 if TYPE_CHECKING:
     import aiohttp
@@ -43,10 +44,7 @@ class RewardResources:
     async def close(self) -> None:
         """Cancel requests and close the connections. Safe to call twice."""
         self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from protocol.runtime.lifecycle import cancel_all
 from rollout_server.search.base import KNOWN, NO_FILES, NO_SUCH_PATH, OVERLOADED, TIMEOUT, CauseLabels, SearchError
 from rollout_server.search.limiter import GradientLimit
 from rollout_server.search.replica import HealthCheck, HealthVerdict, Replica, probe, read_fingerprint
@@ -223,10 +224,7 @@ class ReplicaBalancer:
 
     async def close(self) -> None:
         """Stop the probes."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     def _choose(self, avoid: Collection[str]) -> Replica | None:
         free = [replica for replica in self.replicas if replica.healthy and replica.limit.has_capacity()]

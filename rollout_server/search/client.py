@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from protocol.runtime.lifecycle import cancel_all
 from protocol.runtime.metrics import WaitTimer
 from protocol.search import MAX_QUERY_CHARS, MAX_TOPK
 from protocol.settings import Settings
@@ -162,10 +163,7 @@ class HttpSearch:
 
     async def close(self) -> None:
         self._closed = True
-        tasks = [shared.task for shared in self._in_flight.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(shared.task for shared in self._in_flight.values())
         await self.balancer.close()
         await self._transport.close()
 

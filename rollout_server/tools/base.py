@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 
+from protocol.runtime.lifecycle import cancel_all
 from protocol.search import Passage
 from protocol.settings import Settings
 
@@ -56,11 +57,9 @@ class Tool(Protocol):
 
         Never raises for failures of the tool or the policy. Returns in bounded time.
         """
-        ...
 
     async def close(self) -> None:
         """Release all resources and cancel calls in flight. Safe to call twice. Later calls return an `error`."""
-        ...
 
 
 class ToolSettingsBase(Settings):
@@ -125,10 +124,7 @@ class InflightCalls:
     async def close(self) -> None:
         """Cancel all calls. Safe to call twice."""
         self._closed = True
-        tasks = list(self._in_flight)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._in_flight)
 
 
 class NoTool:

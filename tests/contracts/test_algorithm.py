@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.advantages import Outcomes
+from learner.algorithms.advantages.outcomes import Outcomes
 from learner.algorithms.base import TokenInputs, TokenScores, TopTokens
 from learner.config.algorithm import AlgorithmSettings, GrpoSettings
 from learner.config.learner import TrainerSettings

@@ -280,7 +280,7 @@ async def test_a_search_takes_the_time_of_its_lowest_trajectory(script: Script) 
 
 
 def test_a_run_in_which_a_trajectory_got_lost_is_no_figure(script: Script) -> None:
-    with pytest.raises(ForayError, match="trajectories answered"):
+    with pytest.raises(ForayError, match="1 different answers"):
         check(Played(1.0, 0.1, 0.1, 0.0, 0.0, [make_group()]), script)
 
 

@@ -6,11 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from deploy.config import load_config
+from deploy.launch.process import ProcessFailed
 from foray.cli import VERBS, main
+from foray.commands import version
+from protocol.errors import Fenced, ForayError, NoSignal
 
 HEAVY = ("torch", "aiohttp", "transformers", "deepspeed", "faiss", "redis")
 PROBE = (
@@ -136,3 +140,24 @@ def test_version_can_be_read_by_a_program(capsys: pytest.CaptureFixture[str]) ->
 def test_a_process_verb_is_that_process(tmp_path: Path) -> None:
     code, _, err = foray("retriever", f"retriever.corpus={tmp_path}/none.jsonl", "retriever.port=0")
     assert code == 2 and "none.jsonl" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            ProcessFailed("learner", "ended", code=65, log=Path("l.log"), tail="no signal"),
+            65,
+            "error: learner ended\n  |",
+        ),
+        (ProcessFailed("engine-1", "ended", code=-9, log=Path("e.log"), tail=""), 1, "out-of-memory killer"),
+        (Fenced("another learner took over"), 75, "error: another learner took over\n"),
+        (NoSignal("nothing can be learned", todo="look"), 65, "do: look"),
+        (ForayError("the judge\x1b[2J failed"), 1, "error: the judge\\x1b[2J failed\n"),
+    ],
+)
+def test_an_error_says_what_is_printed_and_the_exit_code(
+    error: ForayError, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(version, "run", Mock(side_effect=error))
+    assert main(["version"]) == code and said in capsys.readouterr().err

@@ -85,8 +85,21 @@ def test_rows_of_several_lines_are_named(run_files: Path) -> None:
 def test_what_the_page_of_models_says_of_this_one_is_one_line(run_files: Path) -> None:
     (run_files / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     (said,) = family(load_config(None, [f"run.model={run_files / 'model'}"]))
-    assert "packed rows exact" in said.detail and "but qwen2 yarn: CPU engine refused" in said.detail
-    assert "window" not in said.detail, "a configuration with the same verdicts"
+    assert "exact: one trajectory per row, packed rows, " in said.detail and "yes: CPU engine" in said.detail
+    assert said.detail.endswith("; otherwise with qwen2 fp8, qwen2 yarn (docs/models.md)"), (
+        "not those with its verdicts"
+    )
+    assert len(said.detail) < 250
+
+
+@pytest.mark.parametrize(("kind", "size", "refused"), [("olmoe", 2, True), ("olmoe", 1, False), ("qwen3", 2, False)])
+def test_a_model_that_sglang_cannot_divide_among_gpus_is_refused(
+    run_files: Path, kind: str, size: int, refused: bool
+) -> None:
+    (run_files / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
+    args = f"engine.kind={{type: sglang, args: ['--tp-size', '{size}']}}"
+    found = findings(run_files, args, f"run.model={run_files / 'model'}").get("engine.kind.args")
+    assert (found is not None and found.verdict == "fail" and "--tp-size" in found.fix) == refused
 
 
 def test_more_minibatches_than_groups_are_named(run_files: Path) -> None:

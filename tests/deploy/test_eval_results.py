@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from foray.evaluation.recipe import differences
-from foray.evaluation.report import Other, document_of, to_json
+from foray.evaluation.report import EvalResult, document_of, to_json
 from foray.evaluation.statistics import interval, paired_test
 from foray.evaluation.store import EPISODES, RECIPE, ResultStore, key_of, open_store, read_recipe, read_rows
 from foray.evaluation.summary import compare, summarise
@@ -150,7 +150,7 @@ def test_a_mean_counts_the_data_sets_that_have_a_value(failed: tuple[str, ...], 
         make_row(1, right=True, data_set=name, **({"status": "failed"} if name in failed else {}))
         for name in ("nq", "hotpotqa")
     ]
-    report = document_of("r", make_recipe(), rows, summarise(rows))
+    report = document_of(EvalResult("r", make_recipe(), rows), summarise(rows))
     assert f"policy, mean of {label} " in to_text(report)
 
 
@@ -214,8 +214,8 @@ def hostile_document() -> Report:
     ]
     rows += [make_row(n, right=False, method="rag", text=HOSTILE, golds=(HOSTILE,)) for n in range(4)]
     recipe = make_recipe(subject={"where": HOSTILE})
-    other = Other(Path(HOSTILE.replace("/", "")), make_recipe(search=False), rows)
-    return document_of(HOSTILE, recipe, rows, summarise(rows), [other])
+    other = EvalResult(HOSTILE, make_recipe(search=False), rows)
+    return document_of(EvalResult(HOSTILE, recipe, rows), summarise(rows), [other])
 
 
 class Balance(html.parser.HTMLParser):
@@ -261,8 +261,8 @@ def test_markdown_and_terminal_escape_what_they_would_interpret() -> None:
 def test_the_report_shows_scores_tests_failures_published_rows_and_warnings() -> None:
     rows = [make_row(n, right=n > 1) for n in range(4)] + [make_row(n, right=False, method="rag") for n in range(4)]
     rows.append(make_row(9, right=False, status="failed", cause="no_engine"))
-    other = Other(Path("before"), make_recipe(search=False), [make_row(n, right=False) for n in range(4)])
-    text = to_text(document_of("after", make_recipe(), rows, summarise(rows), [other]))
+    other = EvalResult("before", make_recipe(search=False), [make_row(n, right=False) for n in range(4)])
+    text = to_text(document_of(EvalResult("after", make_recipe(), rows), summarise(rows), [other]))
     for part in (
         "1 episodes failed and are left out",
         "rag -> policy",
@@ -282,11 +282,13 @@ def test_examples_are_of_every_method_and_not_of_failed_episodes() -> None:
     methods = ("policy", "direct", "cot", "rag", "iter_retgen", "ircot", "flare")
     rows = [make_row(n, right=False, method=method, text=f"{method} {n}?") for method in methods for n in range(6)]
     rows.insert(0, make_row(9, right=False, text="broken?", status="failed", cause="stalled"))
-    page = to_html(document_of("r", make_recipe(), rows, summarise(rows)))
+    page = to_html(document_of(EvalResult("r", make_recipe(), rows), summarise(rows)))
     shown = re.findall(r"<summary>(.*?)</summary>", page)
     assert shown == [f"{method}: {method} 0?" for method in methods]
     few = [row for row in rows if row["method"] in ("rag", "flare")]
-    shown = re.findall(r"<summary>(.*?)</summary>", to_html(document_of("r", make_recipe(), few, summarise(few))))
+    shown = re.findall(
+        r"<summary>(.*?)</summary>", to_html(document_of(EvalResult("r", make_recipe(), few), summarise(few)))
+    )
     assert shown == ["rag: rag 0?", "flare: flare 0?", "rag: rag 1?", "flare: flare 1?", "rag: rag 2?"]
 
 
@@ -296,7 +298,7 @@ def test_a_search_of_a_method_is_shown_once_and_a_score_of_some_questions_says_o
         {"owner": "prompt", "text": "Doc 1(Title: A) long text"},
     ]
     rows = [make_row(1, right=False, golds=("yes",), segments=segments), make_row(2, right=False)]
-    document = document_of("r", make_recipe(), rows, summarise(rows))
+    document = document_of(EvalResult("r", make_recipe(), rows), summarise(rows))
     assert re.search(r"policy, nq +2 .* 0\.000 \[0\.000, 0\.793\] of 1$", to_text(document), re.MULTILINE)
     page = to_html(document)
     assert "search: who?\nfound: A; B<" in page and page.count("long text") == 1
@@ -304,7 +306,7 @@ def test_a_search_of_a_method_is_shown_once_and_a_score_of_some_questions_says_o
 
 def test_the_numbers_are_json_without_nan() -> None:
     rows = [make_row(1, right=True, status="failed", cause="x"), make_row(2, right=True, method="rag")]
-    numbers = to_json("n", make_recipe(), rows, summarise(rows))
+    numbers = to_json(EvalResult("n", make_recipe(), rows), summarise(rows))
     text = json.dumps(numbers, allow_nan=False)
     assert json.loads(text)["scores"][0]["failed"] == 1
 

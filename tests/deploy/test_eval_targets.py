@@ -13,6 +13,7 @@ from foray.evaluation import targets
 from foray.evaluation.targets import STATE, Needs, ServingOptions, find_target, serving, serving_config
 from protocol.errors import UserError
 from protocol.runtime.config import SettingsTree, read_tree
+from protocol.runtime.http.client import ask, read_json
 from rollout_server.search.base import NoSearchSettings
 from tests.support.registered import registered
 
@@ -137,7 +138,7 @@ def test_an_exported_model_is_reused_for_the_same_weights_only(
         out.mkdir()
 
     monkeypatch.setattr(export, "export_model", export_model)
-    monkeypatch.setattr(targets, "model_settings", lambda *_: (run_files / "model", None))
+    monkeypatch.setattr(targets.run_dir, "model_settings", lambda *_: (run_files / "model", None))
     for run in ("a", "b"):
         state = tmp_path / run / "checkpoints" / "step_4.e1" / STATE
         state.parent.mkdir(parents=True)
@@ -149,3 +150,13 @@ def test_an_exported_model_is_reused_for_the_same_weights_only(
     ]
     assert found == [made[0], made[1], made[0]] and len(set(made)) == len(made) == 2
     assert all(model.name.startswith("model-step_4.e1-") for model in found)
+
+
+def test_an_endpoint_with_a_configuration_gets_its_retriever_and_no_model(tmp_path: Path, run_files: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"run: {{model: {tmp_path}/none}}\nretriever: {{corpus: {run_files}/corpus.jsonl}}\n")
+    needs, options = Needs(policy=False, methods=True, search=True), ServingOptions(config=config, model="m")
+    with serving(find_target("http://127.0.0.1:1/v1"), needs, options, tmp_path / "out", print) as served:
+        assert served.search is not None
+        with ask(f"{served.search.urls[0]}/info", timeout_s=10.0) as response:
+            assert read_json(response)["passages"] > 0

@@ -197,6 +197,14 @@ def test_offload_adapters_and_a_missing_reference_take_no_memory() -> None:
         model={"lora": {"rank": 16}},
     )
     assert lora.reference == 0 and lora.policy.optimizer == 12 * shape_of("Qwen2.5-3B").adapters(16)
+    own = estimate(
+        *("Qwen2.5-3B", 1),
+        engine={"zero_stage": 2},
+        algorithm={"type": "grpo", "kl": {"coefficient": 0.001}},
+        model={"lora": {"rank": 16}},
+        reference={"model": "/models/teacher"},
+    )
+    assert own.reference == 2 * shape_of("Qwen2.5-3B").parameters, "adapters do not make it the policy itself"
 
 
 def test_a_critic_doubles_what_is_kept_and_an_average_adds_a_quarter_of_it() -> None:

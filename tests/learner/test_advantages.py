@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from learner.algorithms.advantages import Outcomes, grpo_advantages, informative, rloo_advantages
+from learner.algorithms.advantages.group import grpo_advantages, rloo_advantages
+from learner.algorithms.advantages.outcomes import Outcomes, informative
 from protocol.errors import UserError
 from protocol.messages import Status, TrajectoryGroup
 from tests.support.messages import make_group, make_question, make_trajectory

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.advantages import (
-    Outcomes,
+from learner.algorithms.advantages.group import (
     dr_grpo_advantages,
     gpg_advantages,
     grpo_advantages,
@@ -23,6 +22,7 @@ from learner.algorithms.advantages import (
     reinforce_pp_baseline_advantages,
     rloo_advantages,
 )
+from learner.algorithms.advantages.outcomes import Outcomes
 from learner.config.algorithm import GrpoSettings
 
 

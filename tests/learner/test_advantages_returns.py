@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.advantages import discounted_returns, gae, settled_rewards, to_rows, whiten
+from learner.algorithms.advantages.gae import discounted_returns, gae, settled_rewards, to_rows
+from learner.algorithms.advantages.whitening import whiten
 
 torch.set_num_threads(1)
 NAN, INF = float("nan"), float("inf")
@@ -293,7 +294,6 @@ def test_flat_tokens_become_rows_and_come_back():
     flat = t64([1, 2, 3, 4, 5, 6])
     assert rows_.pad(flat, fill=-1).tolist() == [[1, 2, 3], [4, -1, -1], [5, 6, -1]]
     assert rows_.flat(rows_.pad(flat)).tolist() == flat.tolist()
-    assert rows_.spread(t64([10, 20, 30])).tolist() == [10, 10, 10, 20, 30, 30]
     assert rows_.last().tolist() == [2, 3, 5]
     assert rows_.pad(trajectory).dtype == torch.int64
     assert rows_.pad(flat > 2).tolist() == [[False, False, True], [True, False, False], [True, True, False]]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.advantages import RunningMoments, overlong
+from learner.algorithms.advantages.outcomes import overlong
+from learner.algorithms.advantages.whitening import RunningMoments
 
 VALUES = st.lists(st.floats(-1e6, 1e6).map(lambda x: round(x, 6)), max_size=20)  # no squares that underflow
 

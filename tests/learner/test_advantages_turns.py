@@ -10,14 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.advantages import (
-    Outcomes,
-    Turns,
-    normalized_turns,
-    turn_advantages,
-    turn_of_tokens,
-    turn_returns,
-)
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns, normalized_turns, turn_of_tokens, turn_returns
 from protocol.messages import Segment, Status, Trajectory, TrajectoryGroup
 from tests.support.messages import make_question, observation_segment, policy_segment, prompt_segment
 
@@ -102,15 +96,18 @@ def test_a_late_turn_is_compared_with_those_that_reached_it_by_hand():
     assert normalized_turns(alone, two)[0, 1] == 0.0, "nothing to compare with"
 
 
+def credited(rewards: torch.Tensor, turn: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Return the return of each token's turn: 0 for a token of none (-1), as in a batch."""
+    return torch.where(turn >= 0, turn_returns(rewards, gamma).gather(1, turn.clamp(min=0)), 0.0)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_a_token_is_credited_with_the_turns_that_follow_discounted_by_turn(data, gamma):
     b, k, t = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8))
     rewards = data.draw(st.lists(st.lists(number, min_size=k, max_size=k), min_size=b, max_size=b))
     turn = data.draw(st.lists(st.lists(st.integers(-1, k - 1), min_size=t, max_size=t), min_size=b, max_size=b))
-    found = turn_advantages(
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(turn), torch.tensor(turn) >= 0, gamma=gamma
-    )
+    found = credited(torch.tensor(rewards, dtype=torch.float64), torch.tensor(turn), gamma)
     for i in range(b):
         for j in range(t):
             at = turn[i][j]
@@ -127,20 +124,11 @@ def test_turn_returns_by_hand():
     assert turn_returns(torch.zeros(2, 0), 0.5).shape == (2, 0)
 
 
-def test_a_turn_number_on_a_masked_token_does_not_matter():
-    mask = torch.tensor([[True, False, True]])
-    found = turn_advantages(torch.tensor([[1.0, 2.0]]), torch.tensor([[0, 99, 1]]), mask, gamma=1.0)
-    assert found.tolist() == [[3.0, 0.0, 2.0]]
-    assert turn_advantages(torch.zeros(1, 0), torch.zeros(1, 3, dtype=torch.int64), mask, gamma=1.0).tolist() == [
-        [0.0, 0.0, 0.0]
-    ]
-
-
 def test_from_messages_to_tokens_the_credit_of_process_supervision():
     # arXiv 2402.03300, section 4.1.3: normalise over all steps of the group, then sum those that follow
     g = group(trajectory(0.0, 1.0, reward=1.0), trajectory(0.0, 0.0, reward=0.0))
     normalised = normalized_turns(Turns.of([g]), Outcomes.of([g]), scope="group", epsilon=0.0)
     np.testing.assert_allclose(normalised, [[-0.5, 1.5], [-0.5, -0.5]])  # 0 1 0 0: mean 1/4, deviation 1/2
     turn = torch.from_numpy(np.stack([turn_of_tokens(t) for t in g.trajectories]))
-    found = turn_advantages(torch.from_numpy(normalised), turn, turn >= 0, gamma=1.0)
+    found = credited(torch.from_numpy(normalised), turn, gamma=1.0)
     np.testing.assert_allclose(found, [[0, 0, 1, 1, 0, 1.5, 1.5, 0], [0, 0, -1, -1, 0, -0.5, -0.5, 0]])

@@ -17,7 +17,8 @@ import pytest
 from pydantic import ValidationError
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.advantages import Outcomes, Turns, calibrated_turns
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns, calibrated_turns
 from learner.config.algorithm import GrpoSettings, RlooSettings
 from learner.config.learner import BatchSettings
 from learner.data.batch import build_batch

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from learner.algorithms import build_algorithm
 from learner.algorithms.base import TokenInputs, TokenScores
-from learner.algorithms.losses import second_moment_bound
+from learner.algorithms.losses.second_moment import second_moment_bound
 from learner.config.algorithm import AlgorithmSettings
 
 LENGTHS = (5, 1, 7, 3, 4)

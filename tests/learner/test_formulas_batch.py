@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.advantages import Outcomes
+from learner.algorithms.advantages.outcomes import Outcomes
 from learner.algorithms.base import TokenInputs, TokenScores
 from learner.config.algorithm import AlgorithmSettings
 from learner.config.learner import BatchSettings, TrainerSettings

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.kl import kl_estimate
+from learner.algorithms.kl.estimators import kl_estimate
 from tests.support.full_kl import full_forward_kl, full_reverse_kl
 
 KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "k3++", "k4", "k5")

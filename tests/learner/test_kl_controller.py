@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from learner.algorithms.base import TokenScores
-from learner.algorithms.kl import AdaptiveKl, FixedKl, KlController, penalised
+from learner.algorithms.kl.controller import AdaptiveKl, FixedKl, KlController
+from learner.algorithms.kl.estimators import penalised
 from tests.learner.test_formulas import algorithm_of
 
 

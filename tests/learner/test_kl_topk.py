@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from learner.algorithms.kl import topk_forward_kl, topk_reverse_kl
+from learner.algorithms.kl.exact import topk_forward_kl, topk_reverse_kl
 from tests.support.full_kl import full_forward_kl, full_reverse_kl
 
 V = 12

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from learner.algorithms.losses import clipped_surrogate, log_ratio, weighted_sum
+from learner.algorithms.losses.policy import clipped_surrogate, log_ratio, weighted_sum
 from learner.model.logprobs import score_hidden, score_logits
 
 

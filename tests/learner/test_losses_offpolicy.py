@@ -11,20 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.losses import (
+from learner.algorithms.losses.off_policy import (
     WeightSums,
     at_level,
     effective_sample_size,
     keep_mask,
-    log_ratio,
     masked,
     normalised,
     opsm,
-    proximal_interpolated,
     truncated,
     veto,
     weight_sums,
 )
+from learner.algorithms.losses.policy import log_ratio, proximal_interpolated
 
 LEVELS = ("token", "sequence", "geometric")
 

@@ -12,20 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.losses import (
+from learner.algorithms.losses.policy import (
     Surrogate,
     cispo,
+    clip_gain,
     clipped_surrogate,
-    dppo,
     entropy_sum,
     gmpo,
     gspo,
-    moved_too_far,
     reinforce,
     sapo,
     weighted_sum,
 )
-from learner.algorithms.losses.policy import clip_gain
+from learner.algorithms.losses.trust_region import dppo, moved_too_far
 
 JUNK = (math.nan, math.inf, -math.inf)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.losses import segment_count, segment_max, segment_mean, segment_sum
+from learner.algorithms.losses.segments import segment_count, segment_max, segment_mean, segment_sum
 
 SPANS = st.lists(
     st.tuples(st.integers(-(2**62), 2**62), st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1)),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.losses import VarianceSums, explained_variance, value_loss, variance_sums
+from learner.algorithms.losses.value import VarianceSums, explained_variance, value_loss, variance_sums
 
 ROWS = st.lists(
     st.tuples(st.floats(-4, 4), st.floats(-4, 4), st.floats(-30, 30), st.booleans()), min_size=1, max_size=12

@@ -18,9 +18,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.advantages import Outcomes
+from learner.algorithms.advantages.outcomes import Outcomes
 from learner.algorithms.base import TokenInputs
-from learner.algorithms.losses import preserve
+from learner.algorithms.losses.trust_region import preserve
 from learner.config.algorithm import REGISTRY, AlgorithmSettings, DistillSettings
 
 TURNS = ((2, 3), (1, 1, 2), (4,), (2, 2), (3, 1))

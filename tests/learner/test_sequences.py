@@ -20,7 +20,8 @@ import transformers
 from pydantic import TypeAdapter
 
 from learner.algorithms import build_algorithm
-from learner.algorithms.advantages import Outcomes, Turns
+from learner.algorithms.advantages.outcomes import Outcomes
+from learner.algorithms.advantages.turns import Turns
 from learner.algorithms.base import LossOutput, TokenInputs
 from learner.config.algorithm import AlgorithmSettings, GrpoSettings, PpoSettings
 from learner.config.learner import BatchSettings, TrainerSettings

@@ -444,9 +444,9 @@ MUTANTS = (
     ),
     Mutant(
         "control routes take the API key",
-        "rollout_server/cpu_engine/server/auth.py",
-        '    "/abort_request",\n        ',
-        "    ",
+        "rollout_server/cpu_engine/server/app.py",
+        'for route in control if route.method == "POST"',
+        'for route in control if route.method == "PUT"',
         ("contracts/engine/test_engine_keys.py",),
     ),
     Mutant(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.cpu_engine.server.absent import ABSENT
+from rollout_server.cpu_engine.server.admin import ABSENT
 from tests.support.engine_http import Client, post, serving, write_policy
 
 IDS = list(range(40, 60))

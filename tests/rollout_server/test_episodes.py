@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from foray.evaluation.methods import parse_methods
-from foray.evaluation.runner import AskOptions, ask_all
+from foray.evaluation.runner import AskOptions, EvalJob, ask_all
 from foray.evaluation.store import open_store
 from foray.evaluation.suites import data_set
 from foray.evaluation.targets import Served, monitoring
@@ -116,7 +116,7 @@ async def test_foray_eval_sends_what_the_rewards_need_of_each_question(world, tm
         served = Served({"kind": "server"}, monitoring(lambda: None, print), url)
         methods = parse_methods(["policy"])
         with contextlib.closing(store), Progress(print).task("evaluating", 2, "episodes") as task:
-            await asyncio.to_thread(ask_all, served, methods, sets, AskOptions(timeout_s=60), store, task)
+            await asyncio.to_thread(ask_all, EvalJob(served, methods, sets, AskOptions(timeout_s=60)), store, task)
         assert task.done == 2
     assert {row["data_set"]: row["rewards"] for row in store.rows} == {
         "t": {"em": 1.0, "retrieval_hit": 1.0},

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from fuzz_watch import Service
 
-from rollout_server.cpu_engine.server.absent import ABSENT
+from rollout_server.cpu_engine.server.admin import ABSENT
 
 ROOT = Path(__file__).resolve().parents[2]
 INFLATED = 1 << 30

@@ -18,11 +18,34 @@ from protocol.runtime.http.openapi import (
     parameter,
 )
 from rollout_server.cpu_engine.scheduler.engine import MEMORY
-from rollout_server.cpu_engine.server.absent import ABSENT
-from rollout_server.cpu_engine.server.auth import ADMIN, OPEN
+from rollout_server.cpu_engine.server.admin import ABSENT
+from rollout_server.cpu_engine.server.auth import OPEN
 from rollout_server.cpu_engine.server.openai_bodies import SAMPLING as SAMPLED_AS
 from rollout_server.cpu_engine.server.validation import NEUTRAL
 
+ADMIN = frozenset(
+    {
+        *ABSENT,
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/update_weight_version",
+        "/weights_checker",
+        "/init_weights_update_group",
+        "/destroy_weights_update_group",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/update_weights_from_distributed",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/post_process_weights",
+    }
+)
+"""Routes that need the admin key."""
 FLAG: Object = {"type": "boolean"}
 IDS: Object = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -229,8 +252,9 @@ def describe() -> Object:
         streamed = path in STREAMED
         answer = {**_content(JSON), **_content(EVENTS)} if streamed else _content(_kind_of(path))
         for method in ("post", "put") if schema is GENERATE else ("post",):
-            required = bool(schema.get("required")) or streamed
-            paths.setdefault(path, {})[method] = _operation(path, answer, schema, body_required=required)
+            made = _operation(path, answer, schema)
+            made["requestBody"]["required"] = bool(schema.get("required")) or streamed
+            paths.setdefault(path, {})[method] = made
     return document("Foray CPU engine", paths, tokens=("key", "admin"))
 
 
@@ -242,13 +266,12 @@ def _content(kind: str | None) -> Object:
     return {} if kind is None else {kind: {"schema": STRING} if kind == TEXT else {}}
 
 
-def _operation(path: str, content: Object, body: Object | None = None, *, body_required: bool = True) -> Object:
+def _operation(path: str, content: Object, body: Object | None = None) -> Object:
     done: Object = {"description": "done"} | ({"content": content} if content else {})
     failures = {status: {"description": why, "content": _failed(path)} for status, why in FAILURES.items()}
     return operation(
         {"200": done} | failures,
         body=body,
-        body_required=body_required,
         parameters=[parameter("model", "path")] if "{model}" in path else [],
         security=() if path in OPEN else ({}, {"admin" if path in ADMIN else "key": []}),
     )

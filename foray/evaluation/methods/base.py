@@ -91,4 +91,3 @@ class Method(Protocol):
 
     async def __call__(self, question: str, episode: Episode) -> str | None:
         """Return the answer, None if the model gave none in the expected form. Raises EpisodeFailed."""
-        ...

@@ -105,10 +105,6 @@ class PaddedRows:
         """Return [N] from [B, T], or [N, ...] from [B, T, ...]; gradients pass."""
         return padded[self.row, self.column]
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return [N]: each token gets the value of its trajectory [B]."""
-        return values[self.row]
-
     def last(self) -> torch.Tensor:
         """Return [B] int64: the flat position of the last token of each row."""
         return self.mask.sum(1).cumsum(0) - 1

@@ -138,21 +138,6 @@ def turn_returns(turn_rewards: torch.Tensor, gamma: float) -> torch.Tensor:
     return out.to(turn_rewards.dtype)
 
 
-def turn_advantages(
-    turn_rewards: torch.Tensor, turn: torch.Tensor, mask: torch.Tensor, *, gamma: float
-) -> torch.Tensor:
-    """Return [B, T]: each token gets the return of its turn: its own reward plus the later ones, discounted per turn.
-
-    turn_rewards  [B, K] raw, centred or normalised (`normalized_turns`)
-    turn          [B, T] int64 in [0, K) where the mask holds, anything elsewhere
-    mask          [B, T] bool; the result is 0 where it is False
-    """
-    if not turn_rewards.shape[1]:
-        return torch.zeros(mask.shape, dtype=turn_rewards.dtype, device=turn_rewards.device)
-    returns = turn_returns(turn_rewards, gamma)
-    return torch.where(mask, returns.gather(1, torch.where(mask, turn, 0)), 0.0)
-
-
 def _earned(trajectory: Trajectory) -> list[float]:
     earned = [s.reward for s in trajectory.segments if s.owner is Owner.POLICY]
     if earned:

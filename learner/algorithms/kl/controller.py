@@ -16,19 +16,15 @@ class KlController(Protocol):
     @property
     def coefficient(self) -> float:
         """Return the current coefficient."""
-        ...
 
     def update(self, kl: float, batch_size: int) -> None:
         """Update after a step: `kl` is the batch's mean divergence (nats), `batch_size` its number of trajectories."""
-        ...
 
     def state(self) -> dict[str, float]:
         """Return what `load` restores, JSON-serialisable."""
-        ...
 
     def load(self, state: Mapping[str, float]) -> None:
         """Restore a state. Raises KeyError if it is another controller's."""
-        ...
 
 
 class FixedKl:

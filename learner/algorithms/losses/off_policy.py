@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from learner.algorithms.kl import clamped, cut
+from learner.algorithms.kl.estimators import clamped, cut
 from learner.algorithms.losses.segments import segment_count, segment_max, segment_mean, segment_sum
 
 Level = Literal["token", "sequence", "geometric"]

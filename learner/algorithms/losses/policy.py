@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from learner.algorithms.kl import cut, log_ratio
+from learner.algorithms.kl.estimators import cut, log_ratio
 from learner.algorithms.losses.segments import segment_mean
 
 __all__ = ["Surrogate", "clip_gain", "clipped_surrogate", "log_ratio", "plain", "weighted_sum"]

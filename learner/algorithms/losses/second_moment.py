@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from learner.algorithms.base import AllReduce
-from learner.algorithms.kl import LOG_RATIO_LIMIT
+from learner.algorithms.kl.estimators import LOG_RATIO_LIMIT
 
 _EDGES, _ROUNDS = 256, 7
 """256^7 parts of the whole range: the resolution of float64."""

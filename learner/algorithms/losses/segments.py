@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from learner.algorithms.kl import cut
+from learner.algorithms.kl.estimators import cut
 
 
 def segment_sum(values: torch.Tensor, trajectory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

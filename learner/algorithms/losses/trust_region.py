@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from learner.algorithms.kl import cut, log_ratio
+from learner.algorithms.kl.estimators import cut, log_ratio
 from learner.algorithms.losses.policy import Surrogate
 from learner.algorithms.losses.segments import segment_mean
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from learner.algorithms.kl import cut
+from learner.algorithms.kl.estimators import cut
 
 
 class ValueLoss(NamedTuple):

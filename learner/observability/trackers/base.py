@@ -78,19 +78,15 @@ class Tracker(Protocol):
 
     def open(self, facts: RunInfo) -> None:
         """Start the record of the run, or continue an existing one."""
-        ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of one step, all finite."""
-        ...
 
     def show(self, step: int, detail: StepDetail, rows: int) -> None:
         """Show the histogram of lags, and a table of `rows` trajectories of the step (0: no table)."""
-        ...
 
     def close(self) -> None:
         """Flush and close. Called once, only after `open` has succeeded."""
-        ...
 
 
 def require_package(module: str, package: str) -> Any:

@@ -38,11 +38,9 @@ class SharedTrainer(TrainEngine, Protocol):
 
     def rank_batches(self, batch: Batch) -> list[RankBatch]:
         """Return each rank's input of `train_rank_batch`."""
-        ...
 
     def train_rank_batch(self, rank_batch: RankBatch) -> StepReport:
         """Run one training step, with `rank_batch` as this rank's share."""
-        ...
 
 
 class LeaderEngine:

@@ -7,6 +7,7 @@ document to a running server.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -16,6 +17,9 @@ Object = dict[str, Any]
 """A JSON object, often a schema."""
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 STRING: Object = {"type": "string"}
+OBJECT: Object = {"type": "object"}
+ARRAY: Object = {"type": "array"}
+WHOLE: Object = {"type": "integer", "minimum": 0}
 REF = "#/components/schemas/{model}"
 """`ref_template` of pydantic for models in the document."""
 
@@ -46,12 +50,27 @@ def document(
     return {"openapi": "3.1.0", "info": {"title": title, "version": "1"}, "paths": paths, "components": components}
 
 
+def record(*names: str, optional: Mapping[str, Object] = MappingProxyType({}), **fields: Object) -> Object:
+    """Return the schema of an object that must have `fields`, and `names` of any type."""
+    properties = {**fields, **optional}
+    return {**OBJECT, "required": [*names, *fields]} | ({"properties": properties} if properties else {})
+
+
+def array(items: Object) -> Object:
+    """Return the schema of an array of `items`."""
+    return {**ARRAY, "items": items}
+
+
+def mapping(values: Object) -> Object:
+    """Return the schema of an object with any names."""
+    return {**OBJECT, "additionalProperties": values}
+
+
 def operation(
     responses: Object,
     *,
     summary: str = "",
     body: Object | None = None,
-    body_required: bool = True,
     parameters: Sequence[Object] = (),
     security: Sequence[Object] = BY_TOKEN,
 ) -> Object:
@@ -64,10 +83,15 @@ def operation(
     if summary:
         made["summary"] = summary
     if body is not None:
-        made["requestBody"] = {"required": body_required, "content": {JSON: {"schema": body}}}
+        made["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
     if parameters:
         made["parameters"] = list(parameters)
     return made
+
+
+def open_get(summary: str, responses: Object) -> Object:
+    """Return the description of a path that is read without a token."""
+    return {"get": operation(responses, summary=summary, security=OPEN)}
 
 
 def response(description: str, schema: Object, kind: str = JSON) -> Object:

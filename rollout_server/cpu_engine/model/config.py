@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from protocol.errors import UserError
+from protocol.runtime.files import reading
 
 
 @dataclass(frozen=True)
@@ -170,11 +171,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     """Read `directory/config.json`. Raises UserError if it is missing, malformed or of an unsupported family."""
     path = directory / "config.json"
     try:
-        raw = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}", why=error.strerror or str(error), todo="set --model-path to a model directory"
-        ) from None
+        with reading(path, "set --model-path to a model directory"):
+            raw = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON", why=str(error)) from None
     try:

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from protocol.errors import UserError
+from protocol.runtime.files import read_json_object
 
 LONG_TEXT = 1 << 14
 """Number of characters from which encoding is slow enough that other threads must be able to run."""
@@ -93,19 +94,9 @@ def _eos_ids(directory: Path, rust: Any) -> frozenset[int]:
     """Return the end tokens of generation_config.json, config.json and the tokenizer together, as SGLang does."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = read_object_file(directory / name).get("eos_token_id")
+        value = read_json_object(directory / name).get("eos_token_id")
         found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
-    token = read_object_file(directory / "tokenizer_config.json").get("eos_token")
+    token = read_json_object(directory / "tokenizer_config.json").get("eos_token")
     number = rust.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
     found.update([] if number is None else [number])
     return frozenset(found)
-
-
-def read_object_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON", why=str(error)) from None
-    return value if isinstance(value, dict) else {}

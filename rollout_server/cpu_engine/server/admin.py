@@ -11,7 +11,6 @@ from protocol.messages import MetricsSnapshot
 from protocol.runtime.metrics import SECONDS, MetricsPage, Table, counter, gauge, histogram
 from rollout_server.cpu_engine.scheduler.engine import MEMORY, Engine
 from rollout_server.cpu_engine.scheduler.scheduler import by_prefix
-from rollout_server.cpu_engine.server.absent import ABSENT, refuse
 from rollout_server.cpu_engine.server.auth import problem
 from rollout_server.cpu_engine.server.generate import Generation
 from rollout_server.cpu_engine.server.validation import BadRequest, optional, read_object
@@ -43,6 +42,24 @@ ENGINE: Table = {
 
 MODES = ("abort", "retract", "in_place")
 HEALTH = ("/health", "/health_generate")
+_PICKLED = (
+    "its tensors are pickled, and this engine never unpickles data from clients: "
+    "use /update_weights_from_distributed or /update_weights_from_disk"
+)
+_PROFILE = "this engine has no profiler; attach one to its process"
+ABSENT = {
+    "/update_weights_from_tensor": _PICKLED,
+    "/update_weights_from_ipc": "it passes handles of GPU memory; use /update_weights_from_distributed",
+    "/load_lora_adapter_from_tensors": "its tensors are pickled; use /load_lora_adapter",
+    "/start_profile": _PROFILE,
+    "/stop_profile": _PROFILE,
+}
+"""Routes of SGLang that are rejected with a reason (400). Other unsupported routes are 404."""
+
+
+async def refuse(http: web.Request) -> web.Response:
+    """Raise BadRequest with the reason in ABSENT."""
+    raise BadRequest(f"{http.path} is not supported: {ABSENT[http.path]}")
 
 
 def render(engine: Engine, model_name: str) -> str:

@@ -98,12 +98,15 @@ def build_app(
         "eos_token_ids": sorted(tokenizer.eos_ids),
         "dtype": str(engine.scheduler.runner.kv.dtype).removeprefix("torch."),
     }
-    app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys)], handler_args=SERVER_OPTIONS)
+    updates = WeightRoutes(engine, settings.update_timeout_s)
+    control = AdminRoutes(engine, generation, info, settings.model_dump(mode="json")).routes()
+    control += updates.routes() + adapters.routes()
+    admin = {route.path for route in control if route.method == "POST"}
+    app = web.Application(client_max_size=BODY_LIMIT, middlewares=[guard(*keys, admin)], handler_args=SERVER_OPTIONS)
+    app[UPDATES] = updates
     app.add_routes([web.post("/generate", generation.generate), web.put("/generate", generation.generate)])
     app.add_routes(OpenAIRoutes(generation, tokenizer, limits, adapters, settings.model_path, settings.date).routes())
-    app.add_routes(AdminRoutes(engine, generation, info, settings.model_dump(mode="json")).routes())
-    updates = app[UPDATES] = WeightRoutes(engine, settings.update_timeout_s)
-    app.add_routes(updates.routes() + adapters.routes())
+    app.add_routes(control)
     return app
 
 

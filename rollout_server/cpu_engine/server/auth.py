@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Collection
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -13,35 +14,11 @@ from protocol.runtime.http.auth import OPEN as PROBES
 from protocol.runtime.http.auth import RequestHead, check_request
 from rollout_server.cpu_engine.model.loader import WeightsError
 from rollout_server.cpu_engine.scheduler.engine import Refused
-from rollout_server.cpu_engine.server.absent import ABSENT
 from rollout_server.cpu_engine.server.validation import BadRequest
 
 log = logging.getLogger(__name__)
 
 OPEN = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
-ADMIN = frozenset(
-    {
-        *ABSENT,
-        "/abort_request",
-        "/pause_generation",
-        "/continue_generation",
-        "/flush_cache",
-        "/update_weights_from_disk",
-        "/update_weight_version",
-        "/weights_checker",
-        "/init_weights_update_group",
-        "/destroy_weights_update_group",
-        "/begin_weight_update",
-        "/end_weight_update",
-        "/update_weights_from_distributed",
-        "/load_lora_adapter",
-        "/unload_lora_adapter",
-        "/release_memory_occupation",
-        "/resume_memory_occupation",
-        "/post_process_weights",
-    }
-)
-
 CLIENT_GONE = 499
 """Status of nginx for a request whose client has disconnected. It cannot be sent."""
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"} | dict.fromkeys(
@@ -50,15 +27,16 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 """Status -> OpenAI's `type` of the error. Other statuses are errors of the request."""
 
 
-def guard(api_key: str, admin_key: str) -> Middleware:
-    """Return the middleware. OPEN routes need no key, ADMIN routes the admin key if there is one, others the API key.
+def guard(api_key: str, admin_key: str, admin: Collection[str] = ()) -> Middleware:
+    """Return the middleware. OPEN routes need no key, those in `admin` the admin key if there is one, others the API
+    key.
 
     Without an API key the engine listens on loopback only and rejects requests from web pages (SGLang does not).
     """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        key = "" if request.path in OPEN else admin_key if admin_key and request.path in ADMIN else api_key
+        key = "" if request.path in OPEN else admin_key if admin_key and request.path in admin else api_key
         if key and not _matches(request.headers.get("Authorization", ""), key):
             return problem(401, "Unauthorized")
         if request.path not in PROBES:

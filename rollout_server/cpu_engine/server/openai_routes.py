@@ -12,7 +12,8 @@ from pathlib import Path
 from aiohttp import web
 
 from protocol.errors import UserError
-from rollout_server.cpu_engine.model.tokenizer import Tokenizer, read_object_file
+from protocol.runtime.files import read_json_object
+from rollout_server.cpu_engine.model.tokenizer import Tokenizer
 from rollout_server.cpu_engine.server.generate import Generation, failure, send_whole
 from rollout_server.cpu_engine.server.lora import LoraRoutes
 from rollout_server.cpu_engine.server.openai_answers import Kind, Object, OpenAIResponse
@@ -162,7 +163,7 @@ class OpenAIRoutes:
 
     def _render(self, messages: list[Body], begin: bool, variables: Body) -> str:
         if self._template is None:
-            config = read_object_file(self._path / "tokenizer_config.json")
+            config = read_json_object(self._path / "tokenizer_config.json")
             self._template = load_chat_template(self._path, config, self._day)
         if self._template is None:
             raise UserError("the model has no chat template", todo="use /v1/completions")

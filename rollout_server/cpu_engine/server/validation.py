@@ -27,13 +27,7 @@ NEUTRAL: Body = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "repetition_penalty": 1,
-    "stop_regex": None,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-    "logit_bias": None,
-    "beam_width": None,
+    **dict.fromkeys(("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "beam_width")),
     "custom_params": None,
 }
 """Sampling parameters of SGLang that are accepted only with their neutral value."""
@@ -75,6 +69,7 @@ LARGE_BODY = 1 << 16
 """Bodies larger than this (bytes) are validated in a thread: encoding 1 MiB of text takes seconds."""
 _LARGE_WORK = ThreadPoolExecutor(1, "large-body")
 T = TypeVar("T")
+D = TypeVar("D", int, None)
 
 
 class BadRequest(Exception):
@@ -268,12 +263,8 @@ def _sampling(given: Body, limits: Limits) -> SamplingParams:
         no_stop_trim=_flag(given, "no_stop_trim"),
         skip_special_tokens=_flag(given, "skip_special_tokens", True),
         n=_integer(given, "n", 1, 1, 512),
-        stream_interval=0
-        if given.get("stream_interval") is None
-        else _integer(given, "stream_interval", 1, 1, 1 << 30),
-        sampling_seed=None
-        if given.get("sampling_seed") is None
-        else _integer(given, "sampling_seed", 0, -(1 << 63), 1 << 63),
+        stream_interval=_integer(given, "stream_interval", 0, 1, 1 << 30),
+        sampling_seed=_integer(given, "sampling_seed", None, -(1 << 63), 1 << 63),
     )
 
 
@@ -297,7 +288,7 @@ def _flag(given: Body, name: str, default: bool = False) -> bool:
     return value
 
 
-def _integer(given: Body, name: str, default: int, least: int, most: int) -> int:
+def _integer(given: Body, name: str, default: D, least: int, most: int) -> int | D:
     value = given.get(name)
     if value is None:
         return default

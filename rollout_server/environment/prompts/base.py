@@ -13,6 +13,7 @@ from datetime import date
 from pathlib import Path
 
 from protocol.errors import UserError
+from protocol.runtime.files import read_json_object
 from protocol.search import Passage
 from rollout_server.environment.tokenizer import ChatTemplate, TrajectoryTokenizer, load_chat_template
 
@@ -132,9 +133,7 @@ def tokenizer_for(
     """
     if not template.system:
         return tokenizer
-    path = model_dir / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    plain = load_chat_template(model_dir, config, day)
+    plain = load_chat_template(model_dir, read_json_object(model_dir / "tokenizer_config.json"), day)
     if plain is None:
         raise UserError(
             f"template {template.name!r} has a system message and the tokenizer has no chat template",

@@ -81,8 +81,6 @@ class Sandbox(Protocol):
 
         Raises SandboxError.
         """
-        ...
 
     async def close(self) -> None:
         """Close connections. Safe to call twice."""
-        ...
