@@ -18,8 +18,9 @@ from foray.cli import EXIT_INTERRUPTED
 from foray.watch.status import BUCKETS
 from learner.config.algorithm import REGISTRY as ALGORITHMS
 from learner.observability.metrics import Meter
+from protocol.errors import ForayError
 from protocol.messages import NodeState, Owner, Status
-from protocol.runtime.service_cli import EXIT_FAILED, EXIT_FENCED, EXIT_NO_SIGNAL, EXIT_USER, NOT_RESTARTED
+from protocol.runtime.service_cli import NOT_RESTARTED
 from protocol.settings import Settings
 from protocol.staleness import issue_limit
 from rollout_server.rewards import REGISTRY as REWARDS
@@ -179,7 +180,7 @@ def test_a_status_that_a_page_names_exists_and_only_an_invalid_one_has_a_cause(p
 
 
 def test_the_exit_codes_of_the_pages_are_those_of_the_code() -> None:
-    codes = {0, EXIT_FAILED, EXIT_USER, EXIT_NO_SIGNAL, EXIT_FENCED, EXIT_INTERRUPTED, 128 + SIGTERM}
+    codes = {0, ForayError.exit_code, *NOT_RESTARTED, EXIT_INTERRUPTED, 128 + SIGTERM}
     table = re.findall(r"^\| (\d+) \|", section_of(TROUBLESHOOTING, "Exit codes"), re.M)
     assert {int(code) for code in table} == codes
     assert {int(code) for code in re.findall(r"\b\d+\b", (cli.__doc__ or "").partition("Exit codes")[2])} == codes
