@@ -31,7 +31,6 @@ from benchmarks.base import BenchResult, Say
 from benchmarks.learner.settings import TRL_VARIABLE, LearnerBench
 from benchmarks.learner.workload import LearnerWorkload
 from deploy.hardware.gpus import without_cuda
-from deploy.launch.plan import HUGE_PAGES
 from protocol.errors import ForayError, UserError
 
 UNFUSED_MIB = 1 << 20
@@ -53,7 +52,7 @@ class Contender:
     def __init__(self, name: str, argv: Sequence[str], directory: Path, threads: int) -> None:
         self.name = name
         self._argv, self._log = argv, directory / f"{name}.log"
-        self._env = os.environ | HUGE_PAGES | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        self._env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
     def __enter__(self) -> Contender:
         with self._log.open("wb") as log:

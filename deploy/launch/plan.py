@@ -43,9 +43,6 @@ CHECKPOINT_BYTES_PER_S = 0.25e9
 """A slow network disk: an upper bound on the time of a stop, which ends as soon as the checkpoint is written."""
 BYTES_PER_WEIGHT = 2
 """Models are usually stored in bfloat16; for float32 files the bound is twice as long."""
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""For the learner: glibc asks for huge pages. A step on a CPU allocates its activations anew and waits for their pages:
-5 % of its time with pages of 4 KiB, at the same peak memory."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +106,9 @@ def checkpoint_s(config: RunConfig) -> float:
     return checkpoints * weights / BYTES_PER_WEIGHT * 12 / CHECKPOINT_BYTES_PER_S
 
 
-def _for_libraries(config: RunConfig, kind: str, cores: int) -> dict[str, str]:
+def _threads(config: RunConfig, kind: str, cores: int) -> dict[str, str]:
     threads = learner_threads(config, cores) if kind == "learner" else config.launch.threads
-    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    return variables | (HUGE_PAGES if kind == "learner" else {})
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
 
 
 def plan(
@@ -145,7 +141,7 @@ def plan(
         log = run.dir / "logs" / f"{name}.log"
         stop_s = checkpoint_s(config) if kind == "learner" else 0.0
         place = placement.of(name, kind)
-        env = {**_for_libraries(config, kind, cores), "PYTHONUNBUFFERED": "1", **extra_env}
+        env = {**_threads(config, kind, cores), "PYTHONUNBUFFERED": "1", **extra_env}
         env |= {} if prefix else place.environment  # with a prefix the scheduler shows each rank its GPUs
         hidden = SECRET_VARIABLES if launch.secrets else ()
         known = (name, kind, argv, log, ready, "", env, restarts, hidden, stop_s, place)

@@ -82,9 +82,6 @@ def test_every_process_reads_the_resolved_file_and_has_its_own_name_and_log() ->
 
 def test_threads_are_bounded_in_every_process() -> None:
     assert all(s.env["OMP_NUM_THREADS"] == "3" for s in planned("launch.threads=3") if s.kind != "redis")
-    assert {s.kind for s in planned() if "GLIBC_TUNABLES" in s.env} == {"learner"}
-    (given,) = (s for s in planned("launch.env.GLIBC_TUNABLES=other") if s.kind == "learner")
-    assert given.env["GLIBC_TUNABLES"] == "other", "launch.env has the last word"
 
 
 def test_only_what_may_be_lost_is_restarted() -> None:
