@@ -82,6 +82,13 @@ class RayNodes:
         os.killpg(node.pid, signal.SIGKILL)
         node.wait(30)
 
+    def knows_lost(self, number: int) -> bool:
+        """Return whether the head knows that a node is lost. Until then it places processes there, and moves them."""
+        code = "import ray; ray.init(logging_level='ERROR'); print(*(n['NodeName'] for n in ray.nodes() if n['Alive']))"
+        argv = [self.python, "-c", code]
+        alive = subprocess.run(argv, env=self.env, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
+        return f"127.0.0.{number}" not in alive.split()
+
     def close(self) -> None:
         """End all nodes, the head last."""
         for number in sorted(self._nodes, reverse=True):

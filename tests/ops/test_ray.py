@@ -129,8 +129,12 @@ def test_the_ring_trains_while_actors_ranks_nodes_and_the_driver_are_lost(run: R
     run.driver.wait(30)
     wait_until(lambda: not any(map(is_alive, left)), "no process outlives the driver", 60)
     run.nodes.lose(14)
+    wait_until(lambda: run.nodes.knows_lost(14), "node 14 is lost", 120)
+    before = len(run.log.read_text())
     run.up()
-    run.nodes.add(15, 4, without=run.directory)  # later than the ranks, which need a node with the directory
+    # the ranks have the nodes with the directory now, and the next node is for the others
+    wait_until(lambda: "waiting for room: engine-1" in run.log.read_text()[before:], "the ranks are placed", 300)
+    run.nodes.add(15, 4, without=run.directory)
     run.wait(lambda: run.driver is not None and run.driver.poll() == 0, "the last step", 1800)
     counts, starts = require_balanced(run.directory, STEPS, GROUPS)
     assert starts == 3, counts
