@@ -122,7 +122,8 @@ class _Page:
                     seen = self.name, where, {}
                 plain = "" if default is None or isinstance(default, BaseModel | tuple) else f"{shown}, or "
                 elsewhere = "" if seen[0] == self.name else seen[0]
-                shown = f"{plain}Group [`{seen[1]}`]({elsewhere}#{_anchor(seen[1])})"
+                words = "[Group]" if seen[1] == where else f"Group [`{seen[1]}`]"
+                shown = f"{plain}{words}({elsewhere}#{_anchor(seen[1])})"
                 text += _differing(seen[2], default)
             elif name == "type" and _is_tag(field):
                 continue
