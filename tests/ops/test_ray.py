@@ -109,6 +109,7 @@ def test_the_ring_trains_while_actors_ranks_nodes_and_the_driver_are_lost(run: R
     before = run.steps()
     run.wait(lambda: run.steps() >= before + 2, "steps with the new engine")
 
+    run.wait(lambda: (run.directory / "checkpoints" / "CURRENT").exists(), "a checkpoint to resume from", 600)
     os.kill(int(run.process("learner-rank-1")["pid"]), signal.SIGKILL)
     run.wait(lambda: "restarting all 2 ranks (1 of 3 per hour)" in run.log.read_text(), "both ranks restart")
     before = run.steps()
