@@ -252,7 +252,7 @@ def test_the_moments_are_those_of_all_ranks_together():
 RANK = """
 import os, sys, torch
 import torch.distributed as dist
-from learner.algorithms.advantages import whiten
+from learner.algorithms.advantages.whitening import whiten
 torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method="file://" + os.environ["FORAY_STORE"], rank=rank, world_size=2)
