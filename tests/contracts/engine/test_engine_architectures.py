@@ -111,7 +111,9 @@ async def test_no_parameter_is_left_out(kind: str, ranks: int, tmp_path: Path) -
     start = poisoned(model, tmp_path / "poisoned")
     with sglang(Path(PYTHON), start, tmp_path / "log", "--skip-tokenizer-init", ranks=ranks) as url:
         server = Server(url, "sglang", model, model, tmp_path)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+        # SGLang closes a connection that is idle for 5 s, and sending a bucket stops this loop for longer
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as session:
             client = Client(server, session)
             async with trainer(client, ranks) as there:
                 await client.ok("/pause_generation", {"mode": "retract"})
