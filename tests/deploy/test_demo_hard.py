@@ -116,7 +116,11 @@ def test_the_held_out_questions_are_as_many_of_each_depth(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("flags", "directory"), [((), "demo-hard-3"), (("--control", "shuffled-reward"), "demo-hard-3-control")]
+    ("flags", "directory"),
+    [
+        ((), "demo-hard-3"),
+        pytest.param(("--control", "shuffled-reward"), "demo-hard-3-control", marks=pytest.mark.slow),
+    ],
 )
 def test_the_command_prepares_in_a_folder_of_its_own(tmp_path: Path, flags: tuple[str, ...], directory: str) -> None:
     model = tmp_path / "model"
