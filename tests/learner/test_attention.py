@@ -151,6 +151,24 @@ def test_a_variable_length_attention_that_is_wrong_or_missing_is_not_used(monkey
     assert not attention._VARLEN and torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("span", range(4))
+@pytest.mark.usefixtures("no_varlen_left")
+def test_a_variable_length_attention_that_is_wrong_in_one_span_is_not_used(span, monkeypatch, caplog):
+    def wrong(query, key, value, bounds, *longest, scale, window_size, enable_gqa):
+        output = by_sequence(
+            query, key, value, bounds, *longest, scale=scale, window_size=window_size, enable_gqa=enable_gqa
+        )
+        factor = torch.ones(len(output), 1, 1)
+        factor[bounds[span] : bounds[span + 1]] = 1.5
+        return output * factor
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong)
+    config = tiny("llama").config
+    config._attn_implementation = SPANS
+    assert not attention.use_varlen(config, torch.device("cpu"), torch.float32)
+    assert "is wrong by" in caplog.text
+
+
 def test_without_spans_rows_are_causal():
     tensors = [torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     one_span = attend(tensors, spans=spans_of(document_ids_of([[5], [5]])))

@@ -162,7 +162,8 @@ def test_without_disk_space_for_checkpoints_training_continues_then_issuing_stop
     assert seen["values"]["issued"] <= most * run.groups_per_step, "and then nothing more was issued"
     assert "could not be written" in seen["text"]["checkpoint_error"]
     assert (
-        "issuing tasks is paused until one succeeds" in caplog.text
+        f"{recovery.FAILED_CHECKPOINTS} checkpoints failed: issuing tasks is paused until one succeeds" in caplog.text
+        and caplog.text.count("issuing tasks is paused") == 1
         and f"step {seen['step']} remains current" in caplog.text
     )
     last = reported(db, run)

@@ -115,9 +115,10 @@ def test_the_average(model, tmp_path):
     settings = ModelSettings()
     engine = trained(model, settings, 2)
     engine.save_state(tmp_path / "state")
-    export_model(tmp_path / "state", model, settings, tmp_path / "out", average=True)
+    out = tmp_path / "models" / "of today" / "out"  # its parents are made
+    export_model(tmp_path / "state", model, settings, out, average=True)
     expected = {name.removeprefix(PREFIX): tensor for name, tensor in engine.iter_state("ema")}
-    assert_same_bits(loaded(tmp_path / "out"), expected)
+    assert_same_bits(loaded(out), expected)
     assert not expected["model.norm.weight"].equal(published(engine, settings)["model.norm.weight"])
 
 

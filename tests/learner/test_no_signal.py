@@ -167,3 +167,13 @@ def test_only_failures_in_a_row_count_and_their_reasons_are_named(run: RunSettin
     with pytest.raises(NoSignal, match="5 questions in a row") as caught:
         guard.observe(delivery)
     assert caught.value.why == "failed so far: 30 engine, 5 no_engine"
+
+
+def test_skipped_batches_between_trained_ones_are_not_in_a_row(
+    run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]
+) -> None:
+    calls = iter(range(10_000))
+    with tiny_learner.Player(address, run.id):
+        assert serve(run, settings, verdict=lambda updates: "not finite" if next(calls) % 2 else "") == 0
+    assert next(calls) > 2 * recovery.MAX_SKIPPED + 2
+    assert_exactly_once(run, extra=len(notes(run)))

@@ -11,7 +11,7 @@ import redis
 from learner.delivery.lease import LearnerLease
 from learner.delivery.store import CHUNK, LeaseHolder, RunStore
 from protocol.codec import encode
-from protocol.errors import Fenced, UserError
+from protocol.errors import Fenced, StateLost, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, WeightUpdate, WeightView
 from protocol.settings import RunSettings
@@ -234,3 +234,13 @@ def test_the_eviction_policy_is_asked_for_as_far_as_the_account_may(
 def test_time_is_that_of_redis(store: RunStore, db: redis.Redis) -> None:
     before, now, after = db.time(), store.now(), db.time()
     assert before[0] + before[1] / 1e6 <= now <= after[0] + after[1] / 1e6
+
+
+def test_a_consumer_group_that_is_gone_is_lost_state(store: RunStore, db: redis.Redis) -> None:
+    assert not store.snapshot().tasks
+    for stream, group in ((KEYS.tasks, TASK_GROUP), (KEYS.traj, TRAJ_GROUP)):
+        db.xgroup_create(stream, "another")
+        db.xgroup_destroy(stream, group)
+        with pytest.raises(StateLost):
+            store.snapshot()
+        db.xgroup_create(stream, group)

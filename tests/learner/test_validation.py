@@ -21,7 +21,7 @@ from learner.config.learner import LearnerSettings
 from learner.config.validation import ValidationSettings
 from learner.validation import asking, validator
 from learner.validation.results import ValidatedPolicy, ValidationFiles, best_of, suite_means
-from learner.validation.validator import load_suites
+from learner.validation.validator import Validator, load_suites
 from protocol.codec import decode_as, encode
 from protocol.errors import UserError
 from protocol.keys import Keys
@@ -395,3 +395,17 @@ def test_a_version_is_lost_when_the_engines_for_evaluation_have_left_it(
     )  # fmt: skip
     with pytest.raises(asking.ValidationLost) if lost else nullcontext():
         made._check_version()
+
+
+def test_the_initial_model_is_the_best_if_no_checkpoint_that_is_kept_is_better(tmp_path: Path) -> None:
+    suite, files, shown = tmp_path / "dev.jsonl", ValidationFiles(tmp_path), list[str]()
+    suite.write_text(json.dumps({"id": "q", "question": "?", "answers": ["x"], "source": "nq"}) + "\n")
+    for step, em, checkpoint in ((0, 0.5, ""), (2, 0.4, "step_2.e1"), (4, 0.9, "step_4.e1")):
+        suites = {"nq": {"em": em, "questions": 1.0, "failed": 0.0}}
+        record = {"name": checkpoint or "initial", "step": step, "checkpoint": checkpoint, "suites": suites}
+        files.add(record | {"epoch": 1, "version": f"1.{step}", "seconds": 1.0})
+    reporter = SimpleNamespace(show_validation=lambda step, text, suites: shown.append(text))
+    settings = ValidationSettings.model_validate({"suites": [str(suite)], "best": "em"})
+    for there, best, kept in (({"step_2.e1"}, "the initial model", set()), ({"step_4.e1"}, "step_4.e1", {"step_4.e1"})):
+        made = Validator(settings, files, cast(Any, None), cast(Any, reporter), cast(Any, None), there.__contains__)
+        assert made.kept() == kept and shown.pop().endswith(f"({best})")

@@ -172,6 +172,12 @@ def run_tests(checkout: Path, tests: list[str]) -> tuple[str, str]:
     return verdict, found[1] if found else "" if verdict == SURVIVED else text[-300:]
 
 
+def failing(checkout: Path, tests: list[str]) -> str:
+    """Return the first test, or file that cannot be collected, that fails without a mutant; "?": unknown, "": none."""
+    verdict, first = run_tests(checkout, tests)
+    return "" if verdict == SURVIVED else first or "?"
+
+
 def _await(child: int) -> int | None:
     """Return pytest's exit code, None after LIMIT_S. Ends its process group: tests of a mutant may leave processes."""
     began, status = time.monotonic(), None
@@ -225,10 +231,12 @@ def main() -> int:
             verdict, first = judge(site, checkout, tests)
             while verdict != SURVIVED:  # do they pass without the mutant?
                 blamed = [first] if first in tests else tests
-                if sound.issuperset(blamed) or run_tests(checkout, blamed)[0] == SURVIVED:
+                unsound = "" if sound.issuperset(blamed) else failing(checkout, blamed)
+                if not unsound:
                     sound.update(blamed)
                     break
-                tests = [name for name in tests if name not in blamed]
+                left = [name for name in tests if name != unsound and name.partition("::")[0] != unsound]
+                tests = left if len(left) < len(tests) else [name for name in tests if name not in blamed]
                 verdict, first = judge(site, checkout, tests)
             if verdict == SURVIVED and site.change in known:
                 verdict = "equivalent"

@@ -312,3 +312,9 @@ async def test_loads_say_what_a_router_asks_for(model: Path) -> None:
         assert load["max_running_requests"] == 7
         assert load["num_retracted_reqs"] == 0 and load["token_usage"] == 0
         assert 0.3 < load["cache_hit_rate"] < 0.6
+
+
+def test_every_byte_of_a_byte_level_vocabulary_is_known(model: Path) -> None:
+    tokenizer = EngineTokenizer(model)
+    for text in ("a b\n\t", "müller 東京 🙂", "".join(map(chr, range(256)))):
+        assert b"".join(map(tokenizer.bytes_of, tokenizer.encode(text))) == text.encode()

@@ -23,7 +23,7 @@ from rollout_server.api.live import LiveFeed
 from rollout_server.engine.client import EngineCall
 from rollout_server.engine.decoding import ReceivedTokens, StreamDecoder
 from rollout_server.environment.tokenizer import load_tokenizer
-from rollout_server.rollout.live import LiveGroups
+from rollout_server.rollout.live import LiveGroups, LiveTrajectory
 from rollout_server.rollout.transcript import Transcript
 from tests.support import engine_http, rollout_process
 from tests.support.fake_engine import Fault, Generation
@@ -289,3 +289,13 @@ async def test_a_slow_watcher_is_dropped_and_delays_nobody(monkeypatch: pytest.M
                 slow.settimeout(10)
                 got = await asyncio.to_thread(lambda: sum(map(len, iter(partial(slow.recv, 1 << 20), b""))))
                 assert got < size, "what was buffered is gone, too"
+
+
+def test_the_first_token_of_a_segment_is_shown() -> None:
+    so_far: list[int] = []
+    view = live._View(LiveTrajectory("s"), lambda session: (session, so_far), lambda ids: "x" * len(ids))
+    assert list(view.new()) == []
+    so_far.append(7)
+    (event,) = view.new()
+    assert (event["text"], event["tokens"], event["append"], event["complete"]) == ("x", 1, False, False)
+    assert list(view.new()) == []

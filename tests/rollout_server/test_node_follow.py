@@ -112,3 +112,27 @@ async def test_a_look_at_an_older_epoch_does_not_lower_the_highest_one() -> None
     await asyncio.gather(follow, return_exceptions=True)
     assert node.highest_epoch == 2 and not node.should_load(announced.update)
     assert status.version == PolicyVersion(0, 0)
+
+
+class Holding:
+    """An engine that answers, and holds a version."""
+
+    name = "e"
+
+    async def health(self, *, timeout_s: float) -> None:
+        return None
+
+    async def version(self) -> PolicyVersion:
+        return PolicyVersion(2, 7)
+
+
+@pytest.mark.parametrize(("epoch", "kept"), [(None, True), (2, True), (3, False)])
+async def test_an_engine_found_again_is_used_unless_a_later_learner_announces(epoch: int | None, kept: bool) -> None:
+    node, status = following(Announcements(epoch=1))
+    node.highest_epoch, status.needs_recheck = 2, True
+    status.transition_to(NodeState.READY, version=PolicyVersion(2, 7))
+    target = None if epoch is None else Announcements(epoch).update
+    assert await node._recheck_version(cast(Any, Holding()), target)
+    assert node.highest_epoch == max(2, epoch or 0) and not status.needs_recheck
+    expected = (NodeState.READY, PolicyVersion(2, 7)) if kept else (NodeState.SYNCING, NO_VERSION)
+    assert (status.state, status.version) == expected

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from protocol.messages import NodeState
 from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion, VersionPin
 from rollout_server.api import evaluation_pin as module
@@ -125,3 +126,23 @@ def test_two_models_of_one_shape_have_two_digests(tmp_path: Path) -> None:
     (tmp_path / "c" / "model.safetensors").unlink()
     digests = [model_digest(tmp_path / name) for name in ("a", "a", "b", "c")]
     assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+async def test_a_pin_without_an_engine_that_serves_is_taken_back_so_that_they_can_load(
+    world, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SETTLE_S", 0.3)
+    world.target(V4)
+    world.register("e", "http://127.0.0.1:1", V3)
+    pin, _ = a_pin(world)
+
+    async def evaluate() -> None:
+        async with pin.hold():
+            assert world.sync.exists(world.keys.evaluation)
+
+    evaluation = asyncio.create_task(evaluate())
+    await eventually(lambda: world.sync.exists(world.keys.evaluation), "pinned")
+    world.register("e", "http://127.0.0.1:1", V3, state=NodeState.SYNCING)
+    await eventually(lambda: not world.sync.exists(world.keys.evaluation), "taken back", module.PIN_MS / 3000)
+    world.register("e", "http://127.0.0.1:1", V4)
+    await asyncio.wait_for(evaluation, 10)

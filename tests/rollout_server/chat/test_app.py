@@ -21,6 +21,8 @@ from rollout_server.agents.tagged import TaggedRenderer
 from rollout_server.chat import app as chat_app
 from rollout_server.chat.answers import Answers
 from rollout_server.chat.app import ChatApp, ChatOptions
+from rollout_server.chat.server import _renderer
+from rollout_server.config import RolloutSettings
 from rollout_server.engine.base import Completion, EngineError, GenerateRequest
 from rollout_server.environment.environment import Environment
 from rollout_server.metrics import Stats
@@ -381,3 +383,14 @@ async def test_an_engine_that_refuses_is_the_callers_error(tmp_path: Path) -> No
     async with serving(tmp_path, engine=refuse) as caller:
         status, answer = await caller.post({"model": "p-bare", "messages": QUESTION})
     assert status == 400 and "longer than" in answer["error"]["message"]
+
+
+def test_messages_are_rendered_by_the_chat_template_or_else_by_tags(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words, with_chat = make_environment(tmp_path / "a"), make_environment(tmp_path / "b", "bytes")
+    builtin = RolloutSettings()
+    assert isinstance(_renderer(builtin, with_chat), NativeRenderer) and not caplog.text
+    assert isinstance(_renderer(builtin, words), TaggedRenderer)
+    own = RolloutSettings.model_validate({"agent": {"type": "python", "target": "a:b", "renderer": "tags"}})
+    assert isinstance(_renderer(own, with_chat), TaggedRenderer)

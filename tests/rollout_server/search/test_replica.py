@@ -104,3 +104,13 @@ def test_statuses_have_names(status: int, cause: str, again: bool) -> None:
 def test_a_failure_name_of_a_server_is_sanitised(word: str, cause: str) -> None:
     assert error_named_by_server(word).cause == cause
     assert len(error_named_by_server("x" * 10_000).cause) == len("failed_") + 32
+
+
+def test_a_replica_that_was_readmitted_has_three_strikes_again() -> None:
+    r = replica()
+    for _ in range(2):
+        r.failed(SearchError("not_json"))
+    r.eject("timeout", HealthCheck.READY)
+    r.readmit()
+    for verdict in (HealthVerdict.FINE, HealthVerdict.FINE, HealthVerdict.DOWN):
+        assert r.failed(SearchError("not_json")) is verdict
