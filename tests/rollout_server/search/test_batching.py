@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protocol.search import MAX_TOPK
-from rollout_server.search.base import SearchError
+from rollout_server.search.base import SearchError, SearchResult
 from rollout_server.search.batching import MAX_HITS, MAX_QUERIES, MIN_POSTS, QueryBatcher
 from rollout_server.search.client import HttpSearch, HttpSearchSettings
 from rollout_server.search.transport import PATHS, Dialect, SearchTransport
@@ -43,10 +43,10 @@ class Sharing:
         await self.search.close()
         assert not any(batcher._posts for batcher in self.batchers)
 
-    def start(self, *queries: str) -> list[asyncio.Task]:
+    def start(self, *queries: str) -> list[asyncio.Task[SearchResult]]:
         return [asyncio.create_task(self.search(query)) for query in queries]
 
-    async def hold(self, retriever: FakeRetriever) -> asyncio.Task:
+    async def hold(self, retriever: FakeRetriever) -> asyncio.Task[SearchResult]:
         """Occupy the only slot."""
         retriever.then(Fault(until=self.gate))
         (task,) = self.start(HOLD)
@@ -66,7 +66,7 @@ async def sharing(retriever: FakeRetriever) -> AsyncIterator[Sharing]:
         yield opened
 
 
-async def own_passages(tasks: list[asyncio.Task], queries: list[str]) -> None:
+async def own_passages(tasks: list[asyncio.Task[SearchResult]], queries: list[str]) -> None:
     results = await asyncio.gather(*tasks)
     assert [r.error for r in results] == [""] * len(queries)
     assert [[p.id for p in r.passages] for r in results] == [[f"{query}#{i}" for i in range(3)] for query in queries]
@@ -123,12 +123,13 @@ async def test_queries_to_other_servers_go_alone(backend: str) -> None:
 async def test_a_query_that_spoils_a_post_fails_alone(
     retriever: FakeRetriever, sharing: Sharing, fault: Fault, cause: str
 ) -> None:
-    await sharing.hold(retriever)
+    held = await sharing.hold(retriever)
     tasks = sharing.start("a", "bad", "b")
     await asyncio.sleep(0)
     retriever.script = lambda query: fault if query == "bad" else None
     sharing.gate.set()
     a, bad, b = await asyncio.gather(*tasks)
+    await held
     assert (a.error, bad.error, b.error) == ("", cause, "") and a.passages[0].id == "a#0" and b.passages[0].id == "b#0"
     assert retriever.posts[1:5] == [["a", "bad", "b"], ["a"], ["bad"], ["b"]]
     assert sharing.balancer.counts[f"search_faults_{cause}"] == retriever.posts.count(["bad"])
@@ -145,12 +146,13 @@ async def test_a_query_that_spoils_a_post_fails_alone(
 async def test_an_error_of_one_query_in_the_answer_is_that_query_s(
     retriever: FakeRetriever, sharing: Sharing, body: object, cause: str
 ) -> None:
-    await sharing.hold(retriever)
+    held = await sharing.hold(retriever)
     tasks = sharing.start("a", "bad", "b")
     await asyncio.sleep(0)
     retriever.script = lambda query: Fault(body=body) if query == "a" else Fault(400) if query == "bad" else None
     sharing.gate.set()
     results = await asyncio.gather(*tasks)
+    await held
     assert [r.error for r in results] == ["", "failed_index" if cause == "failed_index" else "http_400", ""]
     assert sharing.balancer.counts[f"search_faults_{cause}"] == 1
     assert retriever.posts[1:] == [["a", "bad", "b"], *([["bad"]] if cause == "bad_shape" else [])]
