@@ -24,7 +24,6 @@ from pydantic import Field, field_validator, model_validator
 
 from benchmarks.base import BenchResult, BenchSettings, Say, Target, tree_cpu_seconds
 from benchmarks.report import digest
-from deploy.run.history import read_steps
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
@@ -72,6 +71,7 @@ def play(options: DemoOptions, window: MeasuredSteps, *, pin: bool, say: Say) ->
     Raises ProcessFailed, and ForayError if a process had to be restarted.
     """
     from deploy.launch.launcher import Launcher
+    from deploy.run.history import read_steps
     from foray.demo.run import prepare
 
     prepared = prepare(options, say)

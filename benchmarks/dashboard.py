@@ -24,7 +24,6 @@ from pydantic import Field
 
 from benchmarks.asynchrony import warm_model
 from benchmarks.base import BenchResult, BenchSettings, Say, Target, cpu_seconds
-from deploy.run.history import read_steps
 from protocol.errors import ForayError
 
 if TYPE_CHECKING:
@@ -71,6 +70,8 @@ class DashboardBench(BenchSettings):
         return summary(rows)
 
     def _window(self, launcher: Launcher, url: str, dashboard: int, turn: int, say: Say) -> dict[str, Any]:
+        from deploy.run.history import read_steps
+
         is_open = turn % 4 in (1, 2)
         first = _await_step(launcher, int(launcher.last_step["step"]) + 1)
         begun = _cpu(launcher, dashboard)

@@ -29,8 +29,6 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from benchmarks.base import BenchResult, BenchSettings, Say, Target, cpu_seconds
-from deploy.launch.plan import ProcessSpec, Ready
-from deploy.launch.supervisor import Readiness, Supervisor
 from protocol.errors import ForayError
 from protocol.runtime.log import LOG_LEVEL_VARIABLE
 from protocol.runtime.net import free_port
@@ -56,6 +54,9 @@ class BenchedEngine:
 @contextmanager
 def cpu_engine(directory: Path, model: Path, threads: int, dtype: str, say: Say) -> Iterator[BenchedEngine]:
     """Run the engine as a process while the block runs. Raises ProcessFailed if it does not start."""
+    from deploy.launch.plan import ProcessSpec, Ready
+    from deploy.launch.supervisor import Readiness, Supervisor
+
     url = f"http://127.0.0.1:{free_port()}"
     argv = python("rollout_server.cpu_engine", "--model-path", str(model), "--port", url.rpartition(":")[2])
     argv += ("--threads", str(threads), "--dtype", dtype)

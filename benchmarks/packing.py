@@ -15,7 +15,6 @@ from pydantic import Field
 
 from benchmarks.base import BenchResult, Say, Target
 from benchmarks.learner.settings import SkewedBatch
-from learner.algorithms import build_algorithm
 
 if TYPE_CHECKING:
     from learner.data.batch import Batch
@@ -94,6 +93,7 @@ def shares(settings: PackingBench, number: int) -> dict[str, float]:
 
 def _batch(settings: PackingBench, number: int, *, row_tokens: int, micro_batch_tokens: int, ranks: int = 1) -> Batch:
     from benchmarks.learner.workload import skewed_groups
+    from learner.algorithms import build_algorithm
     from learner.config.algorithm import GrpoSettings
     from learner.config.learner import BatchSettings
     from learner.data.batch import build_batch

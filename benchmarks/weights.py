@@ -24,19 +24,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from benchmarks.base import BenchResult, BenchSettings, Say, Target
-from deploy.launch.plan import ProcessSpec, Ready
-from deploy.launch.supervisor import Readiness, Supervisor
 from deploy.run.redis_server import child_url, find_server, redis_argv
-from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
 from protocol.errors import ForayError
-from protocol.messages import EngineInfo, NodeState
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 from protocol.versions import PolicyVersion
 
 if TYPE_CHECKING:
     import torch
 
+    from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
     from learner.weights.base import WeightPublisher
+    from protocol.messages import EngineInfo
 
 
 RUN = "bench"
@@ -81,6 +79,8 @@ class WeightsFleet:
 
     def await_version(self, version: PolicyVersion) -> list[EngineInfo]:
         """Wait until every engine is READY at `version`, and return the engines."""
+        from protocol.messages import NodeState
+
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             engines = self.store.engines()
@@ -99,6 +99,9 @@ class WeightsFleet:
 @contextmanager
 def running(directory: Path, *, engines: int, say: Say) -> Iterator[WeightsFleet]:
     """Run Redis and `engines` nodes with CPU engines of `directory`/model while the block runs."""
+    from deploy.launch.plan import ProcessSpec, Ready
+    from deploy.launch.supervisor import Readiness, Supervisor
+
     redis_url = child_url(directory)
     supervisor = Supervisor(is_ready=Readiness(redis_url, RUN), ready_s=TIMEOUT_S, shutdown_s=15.0, say=say)
 
@@ -177,6 +180,8 @@ class WeightsBench(BenchSettings):
     def _row(
         self, fleet: WeightsFleet, directory: Path, weights: dict[str, torch.Tensor], count: int, say: Say
     ) -> dict[str, Any]:
+        from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
+
         disk = DiskPublishSettings(fsync=self.fsync)
         distributed = DistributedPublishSettings(fsync=self.fsync, bucket_mb=self.bucket_mb)
         raw, checked = (

@@ -8,7 +8,6 @@ Each process reads that file, and users can start further processes from it.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from learner.config.learner import LearnerSettings
 from learner.config.sft import SftSettings
 from protocol.errors import UserError
 from protocol.redaction import is_secret_name
-from protocol.runtime.config import SettingsTree, read_tree, section
+from protocol.runtime.config import expand, read_tree, section
 from protocol.runtime.http.auth import is_loopback
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings, Settings
 from retriever.config import RetrieverSettings
@@ -30,7 +29,6 @@ from rollout_server.node.config import NodeSettings
 Index = Annotated[int, Field(ge=0)]
 Hardware = Literal["", "1x24gb", "1xh200", "4xa100-40", "8xh100", "2x8xh100", "8x8xh100"]
 """Profiles of `deploy.hardware.inventory.HARDWARE`, "" for none."""
-_VARIABLE = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}(?=/|$)")
 
 
 class GpuSettings(Settings):
@@ -239,28 +237,3 @@ def from_tree(tree: Mapping[str, Any]) -> RunConfig:
     if wrong:
         raise UserError("\n       ".join(wrong))
     return RunConfig.model_construct(**given)
-
-
-def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> SettingsTree:
-    """Return the tree with `${NAME}` replaced in every text that is `${NAME}` or begins with `${NAME}/`.
-
-    Other uses of `$`, as in a prompt or a pattern, are kept. Raises UserError for an unset variable.
-    """
-
-    def walk(value: Any, where: str) -> Any:
-        if isinstance(value, Mapping):
-            return {name: walk(item, f"{where}.{name}" if where else str(name)) for name, item in value.items()}
-        if isinstance(value, list):
-            return [walk(item, f"{where}.{index}") for index, item in enumerate(value)]
-        found = _VARIABLE.match(value) if isinstance(value, str) else None
-        if found is None:
-            return value
-        if not environ.get(found[1]):
-            raise UserError(
-                f"{where} = {value}: the environment variable {found[1]} is not set",
-                todo=f"export {found[1]}=DIRECTORY, or override {where}=PATH",
-            )
-        return environ[found[1]] + value[found.end() :]
-
-    spelt, recorded = (tree.spelt, tree.recorded) if isinstance(tree, SettingsTree) else ({}, False)
-    return SettingsTree(walk(tree, ""), spelt, recorded=recorded)

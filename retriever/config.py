@@ -57,7 +57,8 @@ class RetrieverSettings(Settings):
     cache_mb: float = Field(default=64.0, ge=0)
     """Size of the result cache, in MiB of passage text. 0: off."""
     threads: int = Field(default=0, ge=0)
-    """Threads per FAISS search; 0: one per core. Use 1 if engines or the learner share the machine."""
+    """Threads per FAISS search; 0: one per core. Use 1 if engines or the learner share the machine. BM25 scores this
+    many queries at a time; 0: one."""
     build_limit_mb: float = Field(default=64.0, ge=0)
     """Build a missing index at start if the corpus is at most this large, in MiB; otherwise refuse to start."""
     verify_corpus: bool = True

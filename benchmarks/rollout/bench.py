@@ -26,7 +26,6 @@ from benchmarks.rollout.batching import Speed
 from benchmarks.rollout.oracle import bound_s, oracle_s
 from benchmarks.rollout.script import Draws, Faults, Script
 from protocol.errors import ForayError
-from protocol.messages import Status
 
 if TYPE_CHECKING:
     from benchmarks.rollout.ring import Played, RolloutRing
@@ -155,6 +154,8 @@ def _figures(seed: int, policy: str, bound: float, oracle: float, seconds: float
 
 def check(played: Played, script: Script) -> None:
     """Raise ForayError unless every trajectory ran exactly once, to its answer, with all its turns."""
+    from protocol.messages import Status
+
     every = [trajectory for group in played.groups for trajectory in group.trajectories]
     answers = sorted(int(trajectory.answer or -1) for trajectory in every)
     if answers != list(range(script.draws.trajectories)):

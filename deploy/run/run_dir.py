@@ -15,23 +15,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from deploy.config import RunConfig, expand
 from deploy.run.snapshot import ENDS, RunSnapshot, read_ledger_totals
 from deploy.secrets.env import login_at, redis_url_for
-from learner.config.learner import LearnerSettings
-from learner.config.model import ModelSettings
 from protocol.errors import UserError
 from protocol.run_meta import LINEAGE_FILE
-from protocol.runtime.config import SettingsTree, read_tree, section, with_overrides
+from protocol.runtime.config import SettingsTree, expand, read_tree, section, with_overrides
 from protocol.runtime.files import atomic_write, lineage_of, try_lock
 from protocol.runtime.http.auth import read_access
 from protocol.runtime.lifecycle import has_ended, pid_here, process_token
 from protocol.runtime.redis.url import parse_redis_url, place_of
 from protocol.runtime.service_cli import add_config_arguments, config_and_overrides
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
+
+if TYPE_CHECKING:
+    from deploy.config import RunConfig
+    from learner.config.model import ModelSettings
 
 RECORD, RESOLVED, LOCK = "run.json", "resolved.yaml", "launcher.lock"
 SCRIPTS = "slurm"
@@ -319,6 +320,8 @@ def saved(directory: Path, again: str) -> list[str]:
 def model_settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSettings]:
     """Return run.model and learner.model of a run directory, a checkpoint, or the file `config`; (None, defaults) if
     there is none."""
+    from learner.config.learner import LearnerSettings
+
     if config is not None:
         tree = read_tree(config)
     else:
@@ -326,6 +329,6 @@ def model_settings(where: Path, config: Path | None) -> tuple[Path | None, Model
         directories = (where, where.resolve().parent.parent)
         found = next(((d, path) for d in directories if (path := configuration_of(d)) is not None), None)
         if found is None:
-            return None, ModelSettings()
+            return None, LearnerSettings().model
         tree = read_configuration(found[1], found[0])
     return section(tree, "run", RunSettings).model, section(tree, "learner", LearnerSettings).model

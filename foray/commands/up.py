@@ -14,14 +14,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deploy.config import RunConfig, load_config
 from protocol.errors import UserError
 from protocol.runtime.lifecycle import terminate_at_end_of_stdin
 from protocol.runtime.progress import Progress
 from protocol.runtime.redis.url import redacted_override
 from protocol.runtime.service_cli import NOT_RESTARTED, add_config_arguments, config_and_overrides
+
+if TYPE_CHECKING:
+    from deploy.config import RunConfig
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 after the last step (or SIGTERM, or if jobs are submitted), 1 if a process failed, 130 after Ctrl-C."""
+    from deploy.config import load_config
     from deploy.launch.slurm import is_core
     from foray.commands.submit import submit
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from deploy.config import RunConfig, expand, from_tree
+from deploy.config import RunConfig, from_tree
 from deploy.run import run_dir
 from deploy.run.snapshot import take_snapshot
 from foray.evaluation.models import ModelEndpoint, endpoint_settings, only_model
 from protocol.errors import ForayError, UserError
 from protocol.messages import EngineInfo, NodeState
-from protocol.runtime.config import SettingsTree, read_tree, with_overrides
+from protocol.runtime.config import SettingsTree, expand, read_tree, with_overrides
 from protocol.runtime.files import lineage_of, model_digest
 from protocol.runtime.progress import Progress, Say, TaskProgress
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings

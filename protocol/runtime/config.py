@@ -23,6 +23,7 @@ from protocol.errors import UserError
 from protocol.runtime.settings_errors import explain, repaired, suggest, without_removed
 from protocol.settings import SECTIONS, Settings
 
+_VARIABLE = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}(?=/|$)")
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, OverflowError)
 """Exceptions of PyYAML for invalid text: dates such as 2026-99-99 and numbers such as 0b2 raise ValueError."""
 
@@ -202,3 +203,28 @@ def _classes(path: str) -> dict[str, ast.ClassDef]:
     """Return the top-level classes of a source file by name."""
     with open(path, encoding="utf-8") as file:
         return {node.name: node for node in ast.parse(file.read()).body if isinstance(node, ast.ClassDef)}
+
+
+def expand(tree: Mapping[str, Any], environ: Mapping[str, str]) -> SettingsTree:
+    """Return the tree with `${NAME}` replaced in every text that is `${NAME}` or begins with `${NAME}/`.
+
+    Other uses of `$`, as in a prompt or a pattern, are kept. Raises UserError for an unset variable.
+    """
+
+    def walk(value: Any, where: str) -> Any:
+        if isinstance(value, Mapping):
+            return {name: walk(item, f"{where}.{name}" if where else str(name)) for name, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item, f"{where}.{index}") for index, item in enumerate(value)]
+        found = _VARIABLE.match(value) if isinstance(value, str) else None
+        if found is None:
+            return value
+        if not environ.get(found[1]):
+            raise UserError(
+                f"{where} = {value}: the environment variable {found[1]} is not set",
+                todo=f"export {found[1]}=DIRECTORY, or override {where}=PATH",
+            )
+        return environ[found[1]] + value[found.end() :]
+
+    spelt, recorded = (tree.spelt, tree.recorded) if isinstance(tree, SettingsTree) else ({}, False)
+    return SettingsTree(walk(tree, ""), spelt, recorded=recorded)

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import UserError
-from protocol.run_meta import LINEAGE_FILE, lineage_id_in
 
 log = logging.getLogger(__name__)
 
@@ -254,6 +253,8 @@ def model_digest(directory: Path) -> str:
 
 def lineage_of(run_dir: Path) -> str:
     """Return the lineage id of a run directory; "" if it has none, or it cannot be read."""
+    from protocol.run_meta import LINEAGE_FILE, lineage_id_in  # imports numpy
+
     try:
         return lineage_id_in((run_dir / LINEAGE_FILE).read_text(errors="replace"))
     except OSError:

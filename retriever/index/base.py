@@ -6,6 +6,7 @@ query's hits do not depend on which other queries share its batch. So a cached a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -67,7 +68,7 @@ class BuildableIndex(Index, Protocol):
     """Interface of a class in `retriever.index.config.REGISTRY`."""
 
     def __init__(self, settings: Any, directory: Path, *, threads: int) -> None:
-        """Open what `build` wrote into `directory`. `threads`: threads per FAISS search; 0: all."""
+        """Open what `build` wrote into `directory`. `threads`: of a search, 0: all; see `RetrieverSettings`."""
 
     @staticmethod
     def build(settings: Any, source: PassageSource, directory: Path) -> None:
@@ -85,15 +86,40 @@ class VectorIndex(Protocol):
         """Return the best rows; queries float32 [n, dim] of length at most 1."""
 
 
+MIN_BLOCK = 16
+"""Scores in a block below which one partition of all is as fast."""
+
+
 def top_rows(scores: Scores, k: int) -> Rows:
     """Return the positions of the k best of `scores` [n], k <= n, by (score descending, position ascending)."""
     n = len(scores)
-    if k < n:
-        # argpartition alone would pick arbitrary ones among ties with the k-th
-        threshold = np.partition(scores, n - k)[n - k]
-        better = np.flatnonzero(scores > threshold)
-        equal = np.flatnonzero(scores == threshold)[: k - len(better)]
-        chosen = np.concatenate([better, equal])
-    else:
+    if k >= n:
         chosen = np.arange(n)
+    else:
+        rows = _candidates(scores, k)
+        left = scores[rows]
+        # argpartition alone would pick arbitrary ones among ties with the k-th
+        threshold = np.partition(left, len(left) - k)[len(left) - k]
+        better = np.flatnonzero(left > threshold)
+        equal = np.flatnonzero(left == threshold)[: k - len(better)]
+        chosen = rows[np.concatenate([better, equal])]
     return chosen[np.lexsort((chosen, -scores[chosen]))]
+
+
+def _candidates(scores: Scores, k: int) -> Rows:
+    """Return about 2 * sqrt(n * k) positions, ascending, among which the k best of `scores` [n] are, k < n.
+
+    Of the maxima of blocks, `least` is the k-th: k scores are at least as high. So the best are in blocks whose maximum
+    is higher, or the first of those that tie with it; of these each has one, so k are enough.
+    """
+    size = math.isqrt(len(scores) // k)
+    if size < MIN_BLOCK:
+        return np.arange(len(scores))
+    head = len(scores) - len(scores) % size
+    maxima = scores[:head].reshape(-1, size).max(axis=1)
+    least = np.partition(maxima, len(maxima) - k)[len(maxima) - k]
+    higher = np.flatnonzero(~(maxima <= least))  # NaN is the highest, as in np.partition
+    tied = np.flatnonzero(maxima == least)[:k]
+    blocks = np.sort(np.concatenate([higher, tied]))
+    rows = (blocks[:, None] * size + np.arange(size)).ravel()
+    return np.concatenate([rows, np.arange(head, len(scores))])

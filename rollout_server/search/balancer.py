@@ -23,8 +23,9 @@ from typing import Any
 
 from protocol.runtime.lifecycle import cancel_all
 from rollout_server.search.base import KNOWN, NO_FILES, NO_SUCH_PATH, OVERLOADED, TIMEOUT, CauseLabels, SearchError
+from rollout_server.search.batching import QueryBatcher
 from rollout_server.search.limiter import GradientLimit
-from rollout_server.search.replica import HealthCheck, HealthVerdict, Replica, probe, read_fingerprint
+from rollout_server.search.replica import HealthCheck, HealthVerdict, Replica, probe, read_info
 from rollout_server.search.transport import SearchTransport
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class NoHealthyReplica(Exception):
 
 @dataclass(frozen=True)
 class Permit:
-    """Permission to send one request to `replica`. `number` identifies the request in `replica.limit`."""
+    """Permission to send one query to `replica`. `number` identifies the query in `replica.limit`."""
 
     replica: Replica
     number: int
@@ -100,7 +101,7 @@ class _Waiter:
 class ReplicaBalancer:
     """Chooses a replica for each search. Bound to one event loop after the first `acquire`.
 
-    ceiling     maximum number of requests in flight at one replica
+    ceiling     maximum number of queries in flight at one replica
     attempt_s   timeout of an attempt, and of a probe that sends a query
     probe_s     timeout of any other probe
     """
@@ -117,7 +118,7 @@ class ReplicaBalancer:
         self._queue: deque[_Waiter] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._fingerprints: set[str] = set()
-        self._fingerprints_requested = False
+        self._info_requested = False
         self.use(urls)
 
     def use(self, urls: Sequence[str]) -> None:
@@ -130,8 +131,8 @@ class ReplicaBalancer:
         # in place: breaker and gauges refer to this list
         self.replicas[:] = [known.get(url) or self._replica(url) for url in wanted]
         for replica in self.replicas:
-            if replica.url not in known and self._fingerprints_requested:
-                self._start(self._read_fingerprint(replica), "search-info")
+            if replica.url not in known and self._info_requested:
+                self._start(self._read_info(replica), "search-info")
         if self.breaker.usable:
             self.any_healthy.set()
             self._serve_queue()
@@ -139,7 +140,9 @@ class ReplicaBalancer:
             self._on_outage()
 
     def _replica(self, url: str) -> Replica:
-        return Replica(url, GradientLimit(ceiling=self._ceiling, timeout_s=self._attempt_s))
+        limit = GradientLimit(ceiling=self._ceiling, timeout_s=self._attempt_s)
+        batcher = QueryBatcher(self._transport, url, ceiling=self._ceiling, attempt_s=self._attempt_s)
+        return Replica(url, limit, batcher)
 
     async def acquire(self, avoid: Collection[str]) -> Permit:
         """Return a permit, if possible for a replica whose address is not in `avoid`.
@@ -148,10 +151,10 @@ class ReplicaBalancer:
         """
         if not self.breaker.usable:
             raise NoHealthyReplica
-        if not self._fingerprints_requested:
-            self._fingerprints_requested = True
+        if not self._info_requested:
+            self._info_requested = True
             for known in self.replicas:
-                self._start(self._read_fingerprint(known), "search-info")
+                self._start(self._read_info(known), "search-info")
         replica = None if self._queue else self._choose(avoid)
         if replica is not None:
             return Permit(replica, replica.limit.acquire())
@@ -223,8 +226,10 @@ class ReplicaBalancer:
         }
 
     async def close(self) -> None:
-        """Stop the probes."""
+        """Stop the probes, and the requests that no caller waits for any more."""
         await cancel_all(self._tasks)
+        for replica in self.replicas:
+            await replica.batcher.close()
 
     def _choose(self, avoid: Collection[str]) -> Replica | None:
         free = [replica for replica in self.replicas if replica.healthy and replica.limit.has_capacity()]
@@ -295,14 +300,14 @@ class ReplicaBalancer:
         log.warning("retriever %s is healthy again", replica.url)
         self.any_healthy.set()
         self._serve_queue()
-        await self._read_fingerprint(replica)
+        await self._read_info(replica)
 
     async def _probe(self, replica: Replica, health_check: HealthCheck) -> str:
         return await probe(self._transport, replica, health_check, ready_s=self._probe_s, query_s=self._attempt_s)
 
-    async def _read_fingerprint(self, replica: Replica) -> None:
-        """Record which index the replica serves. Warn if it differs: answers would depend on the replica."""
-        fingerprint = await read_fingerprint(self._transport, replica, self._probe_s)
+    async def _read_info(self, replica: Replica) -> None:
+        """Record what the replica serves. Warn if its index differs: answers would depend on the replica."""
+        fingerprint = await read_info(self._transport, replica, self._probe_s)
         if not fingerprint:
             return
         replica.fingerprint = fingerprint

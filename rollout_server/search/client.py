@@ -1,4 +1,4 @@
-"""Client of the retrievers: `RetryingQuery` runs a query, `ReplicaBalancer` chooses the replica.
+"""Client of the retrievers: `RetryingQuery` runs a query, `ReplicaBalancer` picks a replica, `QueryBatcher` sends it.
 
 Identical queries in flight share one request, since the trajectories of a group often send the same query at the same
 time. The request is cancelled when its last waiting caller is cancelled.
@@ -56,7 +56,8 @@ class HttpSearchSettings(Settings):
     probe_s: float = Field(default=2.0, gt=0)
     """Timeout of a health check of an unhealthy retriever, in seconds."""
     connections: int = Field(default=512, ge=1)
-    """Maximum requests in flight at one retriever: the ceiling of its adaptive limit. Further queries are queued."""
+    """Maximum queries in flight at one retriever: the ceiling of its adaptive limit. Further queries are queued. Those
+    in flight at Foray's own retriever share POSTs of up to 64."""
 
     @field_validator("urls", mode="before")
     @classmethod
@@ -173,7 +174,7 @@ class HttpSearch:
         if shared is not None:
             self.balancer.counts["searches_shared"] += 1
             return shared
-        retrying = RetryingQuery(query, self.balancer, self._transport, self._limits)
+        retrying = RetryingQuery(query, self.balancer, self._limits)
         shared = self._in_flight[query] = _Shared(asyncio.create_task(retrying.run(), name="search"))
         shared.task.add_done_callback(lambda _: self._forget(query, shared))
         return shared

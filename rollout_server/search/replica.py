@@ -18,6 +18,7 @@ from enum import StrEnum
 from protocol.runtime.http.body import parse_json
 from protocol.runtime.timing import backoff_s
 from rollout_server.search.base import NO_FILES, NO_SUCH_PATH, OVERLOADED, TIMEOUT, UNREACHABLE, SearchError
+from rollout_server.search.batching import QueryBatcher
 from rollout_server.search.limiter import GradientLimit
 from rollout_server.search.transport import SearchTransport
 
@@ -56,13 +57,14 @@ class Replica:
     fingerprint  of its index; "" if it reports none
     """
 
-    def __init__(self, url: str, limit: GradientLimit) -> None:
-        self.url, self.limit = url.rstrip("/"), limit
+    def __init__(self, url: str, limit: GradientLimit, batcher: QueryBatcher) -> None:
+        self.url, self.limit, self.batcher = url.rstrip("/"), limit, batcher
         self.healthy, self.probing = True, False
         self.health_check, self.cause = HealthCheck.READY, ""
         self.good_query, self.fingerprint = "", ""
         self._strikes = self._probes = 0
         self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._last_error: SearchError | None = None
 
     def succeeded(self, query: str) -> None:
         """Record that it answered `query`."""
@@ -72,7 +74,9 @@ class Replica:
 
     def failed(self, error: SearchError) -> HealthVerdict:
         """Record a failed attempt. Return DOUBTFUL if it should be probed, DOWN if it was ejected."""
-        if not self.healthy or error.cause == NO_FILES:
+        # the queries of a POST that was lost report the same error: it is one failure of the replica
+        repeated, self._last_error = error is self._last_error, error
+        if not self.healthy or error.cause == NO_FILES or repeated:
             return HealthVerdict.FINE
         self._recent.append(False)
         self._strikes += error.cause != OVERLOADED
@@ -132,11 +136,13 @@ async def _is_ready(transport: SearchTransport, url: str, timeout_s: float) -> b
     return False
 
 
-async def read_fingerprint(transport: SearchTransport, replica: Replica, timeout_s: float) -> str:
-    """Return the fingerprint of the index from `GET /info`; "" if there is none."""
+async def read_info(transport: SearchTransport, replica: Replica, timeout_s: float) -> str:
+    """Return the fingerprint of the index from `GET /info`; "" if there is none. Queries share POSTs to an index."""
     try:
         info = parse_json(await transport.request("GET", replica.url + "/info", timeout_s))
     except (SearchError, ValueError):
-        return ""
-    found = info.get("fingerprint") if isinstance(info, dict) else None
+        info = None
+    info = info if isinstance(info, dict) else {}
+    replica.batcher.enabled = info.get("backend") == "index"
+    found = info.get("fingerprint")
     return found[:256] if isinstance(found, str) else ""

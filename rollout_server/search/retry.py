@@ -10,7 +10,6 @@ from protocol.runtime.timing import LoopClock, backoff_s, loop_timeout, ticking
 from protocol.search import Passage
 from rollout_server.search.balancer import NoHealthyReplica, ReplicaBalancer
 from rollout_server.search.base import TIMEOUT, UNAVAILABLE, SearchError
-from rollout_server.search.transport import SearchTransport
 
 BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 QueryResult = tuple[tuple[Passage, ...], str]
@@ -36,8 +35,8 @@ class QueryLimits:
 class RetryingQuery:
     """A query with retries. Call `run` once."""
 
-    def __init__(self, query: str, balancer: ReplicaBalancer, transport: SearchTransport, limits: QueryLimits) -> None:
-        self._query, self._balancer, self._transport, self._limits = query, balancer, transport, limits
+    def __init__(self, query: str, balancer: ReplicaBalancer, limits: QueryLimits) -> None:
+        self._query, self._balancer, self._limits = query, balancer, limits
         self._now = LoopClock.current().time
         self._deadline = self._now() + limits.deadline_s
         self._outage_left = limits.outage_wait_s
@@ -74,7 +73,7 @@ class RetryingQuery:
         started = self._now()
         try:
             time_s = max(0.001, min(self._limits.attempt_s, self._left))
-            passages = await self._transport.search(permit.replica.url, self._query, time_s)
+            passages = await permit.replica.batcher.search(self._query, time_s)
         except SearchError as error:
             self._failed_at.add(permit.replica.url)
             self._balancer.failed(permit, error, self._now() - started)

@@ -3,10 +3,10 @@
 Redirects are not followed, and compression is not accepted: a few kilobytes must not expand to gigabytes. Two JSON
 dialects:
 
-    search_r1  POST /retrieve      {"queries": [q], "topk": k, "return_scores": true}
-               -> {"result": [[{"document": {"id", "contents"}, "score"}, ..]], "errors": [null]?}
-    flashrag   POST /batch_search  {"query": [q], "top_n": k, "return_score": false}
-               -> [[{"id", "contents"}, ..]]                          (ReSearch, ReCall)
+    search_r1  POST /retrieve      {"queries": [q, ..], "topk": k, "return_scores": true}
+               -> {"result": [[{"document": {"id", "contents"}, "score"}, ..], ..], "errors": [null, ..]?}
+    flashrag   POST /batch_search  {"query": [q, ..], "top_n": k, "return_score": false}
+               -> [[{"id", "contents"}, ..], ..]                      (ReSearch, ReCall)
 
 Scores are not read: passages are ordered, best first. Answers are untrusted: every part is validated, every failure has
 a name, and only the first k hits are read. Lone surrogates, which some servers send, are replaced.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,19 +61,26 @@ class _Document(BaseModel):
     contents: str
 
 
-def request_body(dialect: Dialect, query: str, topk: int) -> bytes:
-    """Return the request body for one query."""
+Answer = tuple[Passage, ...] | SearchError
+"""The passages of one query, best first, or why there are none."""
+
+
+def request_body(dialect: Dialect, queries: Sequence[str], topk: int) -> bytes:
+    """Return the request body for one or more queries."""
     body: dict[str, Any]
     if dialect == "flashrag":
-        body = {"query": [query], "top_n": topk, "return_score": False}
+        body = {"query": queries, "top_n": topk, "return_score": False}
     else:
         # `partial`: a named failure of the query is more informative than a 500. Other servers ignore it.
-        body = {"queries": [query], "topk": topk, "return_scores": True, "partial": True}
+        body = {"queries": queries, "topk": topk, "return_scores": True, "partial": True}
     return json.dumps(body).encode()
 
 
-def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
-    """Return at most `topk` passages, best first. Raises SearchError: not_json, bad_shape, wrong_count, failed_WORD."""
+def read_answers(dialect: Dialect, raw: bytes, topk: int, count: int) -> list[Answer]:
+    """Return for each of `count` queries at most `topk` passages, or its error: bad_shape, failed_WORD.
+
+    Raises SearchError if no query has an answer: not_json, bad_shape, wrong_count.
+    """
     try:
         answer = parse_json(raw)
     except ValueError:
@@ -81,19 +88,29 @@ def read_answer(dialect: Dialect, raw: bytes, topk: int) -> tuple[Passage, ...]:
     try:
         lists = answer if dialect == "flashrag" else answer["result"]
         errors = None if dialect == "flashrag" else answer.get("errors")
-        if not isinstance(lists, list) or not isinstance(errors, list | None):
-            raise TypeError("not a list of lists")
-        if len(lists) != 1 or (errors is not None and len(errors) != 1):
-            raise SearchError(WRONG_COUNT)
-        if errors and errors[0] is not None:
-            raise error_named_by_server(str(errors[0]))
-        if not isinstance(lists[0], list):
+    except (TypeError, KeyError):
+        raise SearchError(BAD_SHAPE) from None
+    if not isinstance(lists, list) or not isinstance(errors, list | None):
+        raise SearchError(BAD_SHAPE)
+    if errors is None:
+        errors = [None] * count
+    if not len(lists) == len(errors) == count:
+        raise SearchError(WRONG_COUNT)
+    return [
+        _read_hits(dialect, hits, topk) if error is None else error_named_by_server(str(error))
+        for hits, error in zip(lists, errors, strict=True)
+    ]
+
+
+def _read_hits(dialect: Dialect, hits: Any, topk: int) -> Answer:
+    try:
+        if not isinstance(hits, list):
             raise TypeError("not a list of hits")
-        hits = lists[0][:topk]
+        hits = hits[:topk]
         found = [_Document.model_validate(hit if dialect == "flashrag" else hit["document"]) for hit in hits]
         scores = [None if dialect == "flashrag" else hit.get("score") for hit in hits]
     except (TypeError, KeyError, AttributeError, IndexError, ValidationError):
-        raise SearchError(BAD_SHAPE) from None
+        return SearchError(BAD_SHAPE)
     return tuple(
         # a further field, for those who show it: a policy and its rewards do not read it
         Passage(id=one.id, contents=one.contents, **({"score": score} if isinstance(score, float) else {}))
@@ -174,11 +191,11 @@ class HttpConnections:
 
 
 class SearchTransport(HttpConnections):
-    """Connections to retrievers, in their dialect. `GradientLimit` limits the requests in flight."""
+    """Connections to retrievers, in their dialect. `GradientLimit` limits the queries in flight."""
 
     def __init__(self, dialect: Dialect, *, topk: int) -> None:
         super().__init__(headers=read_access(os.environ).headers("node", "operator"))
-        self._dialect, self._topk = dialect, topk
+        self._dialect, self.topk = dialect, topk
 
     @property
     def path(self) -> str:
@@ -187,9 +204,16 @@ class SearchTransport(HttpConnections):
 
     async def search(self, url: str, query: str, timeout_s: float) -> tuple[Passage, ...]:
         """Return the passages for one query, best first. Raises SearchError."""
-        body = request_body(self._dialect, query, self._topk)
+        (answer,) = await self.search_all(url, (query,), timeout_s)
+        if isinstance(answer, SearchError):
+            raise answer
+        return answer
+
+    async def search_all(self, url: str, queries: Sequence[str], timeout_s: float) -> list[Answer]:
+        """Return an answer for each query, in order, by one request. Raises SearchError if none has one."""
+        body = request_body(self._dialect, queries, self.topk)
         raw = await self.request("POST", url + self.path, timeout_s, body)
-        return read_answer(self._dialect, raw, self._topk)
+        return read_answers(self._dialect, raw, self.topk, len(queries))
 
     async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> bytes:
         """Return the body of an answer with status 200. Raises SearchError."""

@@ -34,6 +34,16 @@ EVERY_HELP = (
     "    assert not code, (verb, code)\n"
     f"    assert not [m for m in {HEAVY!r} if m in sys.modules], verb\n"
 )
+SETTINGS = ("deploy.config", "learner.config.learner", "retriever.config", "rollout_server.config")
+QUICK_HELP = (
+    "import sys\n"
+    "from foray.cli import main\n"
+    "for verb, numpy in (('up', False), ('bench', False), ('status', True)):\n"
+    "    try:\n        code = main([verb, '--help'])\n"
+    "    except SystemExit as e:\n        code = e.code\n"
+    f"    loaded = set(sys.modules) & {{*{SETTINGS!r}, *(() if numpy else ('numpy',))}}\n"
+    "    assert not code and not loaded, (verb, code, loaded)\n"
+)
 
 
 def foray(*argv: str) -> tuple[int, str, str]:
@@ -46,6 +56,12 @@ def test_help_of_every_command_answers_without_a_framework() -> None:
     done = subprocess.run([sys.executable, "-c", EVERY_HELP], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage:") >= len(VERBS)
+
+
+def test_help_of_what_is_typed_most_reads_no_settings_of_services() -> None:
+    """They and numpy take more than half of the time to the first line."""
+    done = subprocess.run([sys.executable, "-c", QUICK_HELP], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_overview_names_every_command() -> None:

@@ -8,11 +8,12 @@ import pytest
 import yaml
 
 import foray
-from deploy.config import expand, from_tree, load_config
+from deploy.config import from_tree, load_config
 from foray.commands.init import PRESETS
 from foray.demo.run import CONFIG
 from foray.settings_file import document
 from protocol.errors import UserError
+from protocol.runtime.config import expand
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -26,7 +26,7 @@ from rollout_server.environment.actions import SearchAction, boxed, escape_tags,
 from rollout_server.node.weights.manifest import MANIFEST, WeightsCorrupt, verify
 from rollout_server.rewards.judge import parse_score, sanitize
 from rollout_server.search.base import SearchError, error_of_status
-from rollout_server.search.transport import read_answer
+from rollout_server.search.transport import read_answers
 from rollout_server.tools.mcp import read_arguments, read_content, read_reply
 from tests.support.environments import write_tokenizer
 
@@ -260,7 +260,7 @@ def decoders() -> tuple[Decoder, ...]:
     events = [_chunk(1, None), _chunk(2, None, spans=False), _chunk(3, stop)]
     stream = b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events) + b"data: [DONE]\n\n"
     search = {"result": [[{"document": {"id": "d1", "contents": '"T"\ntext'}, "score": 0.5}]], "errors": [None]}
-    many = [[{"id": 3, "contents": '"T"\ntext'}]]
+    many = [[{"id": 3, "contents": '"T"\ntext'}], []]
     turn = b"<think>why</think> <search> who ? </search> <python>print(1)</python> <answer> \\boxed{a_{1}} </answer>"
     page = '"Title"\nSome text with </information> and < search > in it, \u200b<\u200banswer>'.encode()
     verdict = {"choices": [{"message": {"content": '{"rationale": "yes", "score": 1}'}}]}
@@ -277,7 +277,7 @@ def decoders() -> tuple[Decoder, ...]:
         Decoder("engine.loads", _loads, (EngineError,), (json.dumps(loads).encode(),), "json"),
         Decoder(
             "search.search_r1",
-            lambda raw: read_answer("search_r1", raw, 3),
+            lambda raw: read_answers("search_r1", raw, 3, 1),
             (SearchError,),
             (json.dumps(search).encode(),),
             "json",
@@ -285,7 +285,7 @@ def decoders() -> tuple[Decoder, ...]:
         ),
         Decoder(
             "search.flashrag",
-            lambda raw: read_answer("flashrag", raw, 3),
+            lambda raw: read_answers("flashrag", raw, 3, 2),
             (SearchError,),
             (json.dumps(many).encode(),),
             "json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,21 @@ def test_stopwords_are_ignored_if_configured(tmp_path: Path) -> None:
 
 def test_words_are_lower_cased_and_at_least_two_characters() -> None:
     assert words("A Cat's 7 lives; ÉTÉ 東京 42") == ["cat", "lives", "été", "東京", "42"]
+
+
+def test_queries_are_scored_by_as_many_threads_as_set_with_the_same_hits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_index(Bm25Settings(), TextSource(TEXTS), tmp_path)
+    queries = ["cat", "dog", "prey of birds", "cat dog"]
+    alone = open_index(Bm25Settings(), tmp_path, threads=1).search(queries, 3)
+    together = threading.Barrier(4)
+    terms = TextAnalyzer.__call__
+
+    def when_all_are_there(self: TextAnalyzer, text: str) -> list[str]:
+        together.wait(20)
+        return terms(self, text)
+
+    monkeypatch.setattr(TextAnalyzer, "__call__", when_all_are_there)
+    hits = open_index(Bm25Settings(), tmp_path, threads=4).search(queries, 3)
+    assert hits.rows.tolist() == alone.rows.tolist() and hits.scores.tolist() == alone.scores.tolist()

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from retriever.encoder.base import Vectors
 from retriever.encoder.config import HashedEncoderSettings
-from retriever.index import open_index, store, write_index
+from retriever.index import base, open_index, store, write_index
 from retriever.index.base import Rows, Scores, top_rows
 from retriever.index.config import FaissFlatSettings, MemoryIndexSettings
 from retriever.index.dense import exact_search, search_candidates
@@ -122,3 +125,28 @@ def test_top_rows_takes_the_lowest_positions_of_a_tie() -> None:
     assert [top_rows(scores, k).tolist() for k in range(1, 7)] == [
         [1], [1, 3], [1, 3, 2], [1, 3, 2, 4], [1, 3, 2, 4, 5], [1, 3, 2, 4, 5, 0],
     ]  # fmt: skip
+
+
+ODD = np.array([0.0, 1.0, 1.5, -1.0, np.inf, -np.inf, np.nan], dtype=np.float32)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 600), st.integers(1, 600), st.integers(1, len(ODD)), st.booleans())
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_the_best_of_blocks_are_the_best_of_all(seed: int, n: int, k: int, kinds: int, tied: bool) -> None:
+    """With ties and scores that are not numbers, too: whatever a partition of all returns."""
+    draw, k = np.random.default_rng(seed), min(k, n)
+    scores = draw.choice(ODD[:kinds], n) if tied else draw.random(n, dtype=np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "MIN_BLOCK", 1)
+        found = top_rows(scores, k).tolist()
+        patch.setattr(base, "MIN_BLOCK", n + 1)
+        assert found == top_rows(scores, k).tolist()
+    if not np.isnan(scores).any():
+        assert found == sorted(range(n), key=lambda row: (-scores[row], row))[:k]
+
+
+def test_few_of_many_scores_are_candidates() -> None:
+    """So the work beside one pass over the scores grows with the root of their number, even if all are equal."""
+    for n in (10_000, 100_000, 500_000):
+        for scores in (np.zeros(n, np.float32), np.random.default_rng(n).random(n, dtype=np.float32)):
+            assert len(base._candidates(scores, 3)) <= 2.5 * (n * 3) ** 0.5

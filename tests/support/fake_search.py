@@ -55,12 +55,14 @@ class Fault:
     """What the server does with one request for passages.
 
     body   JSON, or text or bytes as they are; None: the good answer
+    until  the answer waits for it
     hang   never answer; cut: break the connection in the middle of the answer
     """
 
     status: int = 200
     body: Any = None
     after_s: float = 0.0
+    until: asyncio.Event | None = None
     hang: bool = False
     cut: bool = False
     headers: dict[str, str] = field(default_factory=dict)
@@ -74,14 +76,18 @@ Script = Callable[[str], Fault | None]
 class FakeRetriever(ScriptedServer):
     """`async with FakeRetriever() as retriever: retriever.url ...`
 
-    script   may be replaced at any time; `then` sets one that fails the next requests and then answers
+    script   may be replaced at any time; `then` sets one that fails the next requests and then answers. A request of
+             several queries does what the first that has a fault says
+    backend  what `/info` says; "index": clients send several queries in a request
     ready    what `/ready` says; None: there is no such path, nor `/health`, as in Search-R1's server
-    asked    the body of every request for passages, in order; `queries` the query of each
+    asked    the body of every request for passages, in order; `queries` the first query of each
     """
 
-    def __init__(self, script: Script = lambda query: None, *, hits: int = 5, fingerprint: str = "") -> None:
+    def __init__(
+        self, script: Script = lambda query: None, *, hits: int = 5, fingerprint: str = "", backend: str = ""
+    ) -> None:
         super().__init__()
-        self.script, self.hits, self.fingerprint = script, hits, fingerprint
+        self.script, self.hits, self.fingerprint, self.backend = script, hits, fingerprint, backend
         self.ready: bool | None = True
         self.contents: Callable[[str, int], str] = lambda query, i: f'"T{i}"\n{query}'
         self.asked: list[dict[str, Any]] = []
@@ -90,7 +96,12 @@ class FakeRetriever(ScriptedServer):
 
     @property
     def queries(self) -> list[str]:
-        return [(body.get("queries") or body["query"])[0] for body in self.asked]
+        return [queries[0] for queries in self.posts]
+
+    @property
+    def posts(self) -> list[list[str]]:
+        """The queries of every request for passages, in order."""
+        return [body.get("queries") or body["query"] for body in self.asked]
 
     def then(self, *faults: Fault | None) -> None:
         """The next requests fail so, one after the other; later ones are answered."""
@@ -111,23 +122,27 @@ class FakeRetriever(ScriptedServer):
             [{"document": document, "score": 1.0 - i} for i, document in enumerate(self._hits(query))]
             for query in asked["queries"]
         ]
-        return await self._answer(request, asked, asked["queries"][0], {"result": lists})
+        return await self._answer(request, asked, asked["queries"], {"result": lists})
 
     async def _flashrag(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
-        return await self._answer(request, asked, asked["query"][0], [self._hits(query) for query in asked["query"]])
+        return await self._answer(request, asked, asked["query"], [self._hits(query) for query in asked["query"]])
 
     def _hits(self, query: str) -> list[dict[str, str]]:
         return [{"id": f"{query[:200]}#{i}", "contents": self.contents(query, i)} for i in range(self.hits)]
 
-    async def _answer(self, request: web.Request, asked: dict[str, Any], query: str, good: Any) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, asked: dict[str, Any], queries: Sequence[str], good: Any
+    ) -> web.StreamResponse:
         self.asked.append(asked)
         self.connections.add(request.transport)
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         try:
-            fault = self.script(query) or Fault()
+            fault = next(filter(None, map(self.script, queries)), Fault())
             await asyncio.sleep(fault.after_s)
+            if fault.until is not None:
+                await fault.until.wait()
             if fault.hang:
                 await asyncio.Event().wait()
             if fault.cut:
@@ -145,9 +160,9 @@ class FakeRetriever(ScriptedServer):
         return web.Response(status=200 if self.ready else 503)
 
     async def _info(self, request: web.Request) -> web.Response:
-        if not self.fingerprint:
+        if not self.fingerprint and not self.backend:
             raise web.HTTPNotFound
-        return web.json_response({"fingerprint": self.fingerprint})
+        return web.json_response({"fingerprint": self.fingerprint, "backend": self.backend})
 
 
 async def _cut(request: web.Request) -> web.StreamResponse:

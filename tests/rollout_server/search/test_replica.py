@@ -8,12 +8,15 @@ import pytest
 
 from rollout_server.search.balancer import BreakerState, CircuitBreaker
 from rollout_server.search.base import SearchError, error_named_by_server, error_of_status
+from rollout_server.search.batching import QueryBatcher
 from rollout_server.search.limiter import GradientLimit
 from rollout_server.search.replica import QUERY, HealthCheck, HealthVerdict, Replica, probe
+from rollout_server.search.transport import SearchTransport
 
 
 def replica(url: str = "http://a") -> Replica:
-    return Replica(url, GradientLimit(ceiling=64, timeout_s=5))
+    batcher = QueryBatcher(SearchTransport("search_r1", topk=3), url, ceiling=64, attempt_s=5)
+    return Replica(url, GradientLimit(ceiling=64, timeout_s=5), batcher)
 
 
 def test_a_refused_connection_ejects_at_once() -> None:
