@@ -136,7 +136,7 @@ mutants-sample: setup
 	@$(BIN)/python -c 'import pytest_cov' 2>/dev/null || $(BIN)/python -m pip install --quiet coverage pytest-cov
 	$(BIN)/python tests/mutants/sample.py --seed $(SEED) $(ARGS)
 
-# Run every test of the fault table, and write the results to docs/reliability.md.
+# Run every test of the fault table, and write the results to docs/faults.md.
 reliability: setup
 	$(BIN)/python tests/faults/report.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
