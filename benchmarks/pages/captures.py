@@ -10,8 +10,8 @@ import argparse
 import io
 import re
 import time
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, takewhile
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -32,7 +32,7 @@ COLUMNS = 84
 SVG = re.sub(r"@font-face {{.*?}}\n", "", CONSOLE_SVG_FORMAT, flags=re.S).replace("Fira Code", "DejaVu Sans Mono")
 """rich's format without fonts from another host."""
 BETWEEN_S = 4.0
-LAST_STEPS = 10
+FIRST_STEPS = 12
 OF_LAG = (COLOURS[2], COLOURS[0], COLOURS[1], COLOURS[3])
 
 
@@ -60,14 +60,16 @@ def top(directory: Path, path: Path) -> None:
 
 
 def trajectory(directory: Path, path: Path) -> None:
-    """Write the newest trajectory with the highest reward and the most searches of the last steps."""
+    """Write, of the last groups, the shortest trajectory with the highest reward and two searches or more."""
     run, lineage = read_settings(directory), read_lineage(directory)
     shown = [
         Shown(entry.group, index, entry.step, entry.epoch, run.max_lag if run else None, lineage)
         for entry in trained_groups(directory, last=64)
         for index in range(len(entry.group.trajectories))
     ]
-    best = max(shown, key=lambda one: (one.trajectory.reward, one.trajectory.searches, one.step))
+    best = max(
+        shown, key=lambda one: (one.trajectory.reward, min(2, one.trajectory.searches), -len(one.trajectory.ids))
+    )
     text = render(best, find_tokenizer(directory, None, run), colour=True)
     save(path, f"foray replay {directory} --seq {best.group.seq}", Text.from_ansi(text))
 
@@ -84,11 +86,21 @@ def sampled(entries: list[JournalEntry]) -> Iterator[tuple[int, int, int, int]]:
             position += 1
 
 
+def joined(marks: Iterable[tuple[int, int]]) -> list[tuple[float, int]]:
+    """Return the ends of lines one trajectory wide, neighbours of one version as one line, NaN between two lines."""
+    lines: list[list[int]] = []
+    for position, version in sorted(set(marks), key=lambda mark: mark[::-1]):
+        if lines and lines[-1][1:] == [position, version]:
+            lines[-1][1] = position + 1
+        else:
+            lines.append([position, position + 1, version])
+    return [(x, version) for start, end, version in lines for x in (start, end, float("nan"))]
+
+
 def lag(directory: Path, path: Path) -> None:
-    """Plot the version of each trained token below that of the learner, over the last LAST_STEPS steps."""
-    kept = list(trained_groups(directory))
-    entries = [entry for entry in kept if entry.step > kept[-1].step - LAST_STEPS]
-    marks = list(sampled(entries))
+    """Plot the version of each trained token below that of the learner, over the first FIRST_STEPS steps."""
+    entries = list(takewhile(lambda entry: entry.step <= FIRST_STEPS, trained_groups(directory)))
+    marks, run = list(sampled(entries)), read_settings(directory)
     with themed(path, (8.0, 4.5)) as figure:
         axes = figure.add_subplot()
         begin, middles, names, stairs = 0, [], [], []
@@ -103,8 +115,10 @@ def lag(directory: Path, path: Path) -> None:
         for behind in sorted({mark[1] for mark in marks}):
             of_lag = [mark for mark in marks if mark[1] == behind]
             share = sum(tokens for *_, tokens in of_lag) / total
-            points = [(x, version) for start, _, version, _ in of_lag for x in (start, start + 1, float("nan"))]
-            label = f"sampled with lag {behind}: {share:.0%} of the tokens"
+            points = joined((position, version) for position, _, version, _ in of_lag)
+            percent = f"{share:.0%}" if share >= 0.005 else "below 1%"
+            masked = ", masked" if run and behind > run.max_lag else ""
+            label = f"sampled with lag {behind}: {percent} of the tokens{masked}"
             axes.plot(*zip(*points, strict=True), color=OF_LAG[behind % len(OF_LAG)], linewidth=3, label=label)
         axes.set_xticks(middles, names)
         axes.set_xlabel("trained trajectories in their order, by the step that trained them")

@@ -20,7 +20,7 @@ import pytest
 from tests.support.dashboard_run import write_large_run, write_run
 from tests.ui.browsing import ANSWER_MS, SIZES, Ring, Tab, dashboard, running
 
-START_S = 240.0
+START_S = 600.0
 CHROMIUM = shutil.which(os.environ.get("FORAY_CHROMIUM") or "chromium")
 
 
