@@ -49,6 +49,6 @@ def test_every_picture_of_a_page_is_small_and_says_what_it_shows_and_how_it_is_m
             seen.add(target)
             assert target.stat().st_size < LARGEST and len(found[1]) > 20, f"{page.name}: {found[0]}"
             if target.parent == FIGURES:
-                below = text[found.end() : found.end() + 300]
+                below = text[found.end() : found.end() + 600]
                 assert re.search(r"`[^`]*(make test-ui|python -m benchmarks)[^`]*`", below), f"{page.name}: {found[0]}"
     assert not {*FIGURES.glob("*.svg"), *FIGURES.glob("*.png")} - seen
