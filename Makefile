@@ -108,7 +108,7 @@ $(UI_STAMP): requirements/ui.txt | $(STAMP)
 	@touch $@
 
 # The dashboard in Chromium, headless, against a live demo: at most 5 minutes on two cores. FORAY_CHROMIUM names another
-# browser, FORAY_UI_SHOTS a folder for screenshots of every page.
+# browser, FORAY_UI_SHOTS a folder for screenshots of every page, FORAY_UI_FIGURES=docs/figures writes those of docs/dashboard.md.
 test-ui: setup $(UI_STAMP)
 	@command -v "$${FORAY_CHROMIUM:-chromium}" >/dev/null || { echo "test-ui needs Chromium: apt-get install chromium"; exit 2; }
 	$(BIN)/python -m pytest tests/ui $(ARGS)
@@ -136,7 +136,7 @@ mutants-sample: setup
 	@$(BIN)/python -c 'import pytest_cov' 2>/dev/null || $(BIN)/python -m pip install --quiet coverage pytest-cov
 	$(BIN)/python tests/mutants/sample.py --seed $(SEED) $(ARGS)
 
-# Run every test of the fault table, and write the results to docs/reliability.md.
+# Run every test of the fault table, and write the results to docs/faults.md.
 reliability: setup
 	$(BIN)/python tests/faults/report.py -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 

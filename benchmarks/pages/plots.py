@@ -6,7 +6,8 @@ They have no background, and colours that are readable on white and on black.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks.figures.table import figures, read
 from benchmarks.report import ROOT
 from foray.commands.watch.curves import running_means
-from foray.watch.plot import COLOURS, RC, plot_curves
+from foray.watch.plot import COLOURS, RC, figure_of, plot_curves
 
 GREY, EVERY = "#7d8590", 20
 THEME: Any = {
@@ -25,6 +26,13 @@ THEME: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
 }
 HELD_OUT = {"held_out_before": "before", "held_out_after": "after, sampled", "held_out_greedy": "after, greedy"}
+
+
+@contextmanager
+def themed(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
+    """Write the figure that the block fills, in the colours of THEME."""
+    with matplotlib.rc_context(THEME), figure_of(path, inches) as figure:
+        yield figure
 
 
 def measured(start: str) -> dict[str, Mapping[str, Any]]:
@@ -47,17 +55,16 @@ def hard(path: Path) -> None:
 def algorithms(path: Path) -> None:
     """Plot exact match on questions about a world never trained on, before and after, for each algorithm."""
     found = sorted(measured("compare").items(), key=lambda item: item[1]["held_out_after"])
-    figure = Figure(figsize=(8.0, 5.6), layout="constrained")
-    axes = figure.add_subplot()
-    for (key, label), colour, marker in zip(HELD_OUT.items(), (GREY, COLOURS[0], COLOURS[1]), "|o^", strict=True):
-        axes.plot([kept[key] for _, kept in found], range(len(found)), marker, color=colour, label=label)
-    axes.set_yticks(range(len(found)), [f"{name} ({kept['steps']} steps)" for name, kept in found])
-    axes.set_xlim(0, 1.02)
-    axes.set_xlabel("exact match on a world never trained on")
-    axes.grid(visible=True, linewidth=0.4, alpha=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(HELD_OUT))
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    with themed(path, (8.0, 5.6)) as figure:
+        axes = figure.add_subplot()
+        for (key, label), colour, marker in zip(HELD_OUT.items(), (GREY, COLOURS[0], COLOURS[1]), "|o^", strict=True):
+            axes.plot([kept[key] for _, kept in found], range(len(found)), marker, color=colour, label=label)
+        axes.set_yticks(range(len(found)), [f"{name} ({kept['steps']} steps)" for name, kept in found])
+        axes.set_xlim(0, 1.02)
+        axes.set_xlabel("exact match on a world never trained on")
+        axes.grid(visible=True, linewidth=0.4, alpha=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(HELD_OUT))
 
 
 def main(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from foray.cli import main as foray
 from foray.demo.warmstart import new_model, save_model
-from tests.support.shell_blocks import shell_blocks
+from tests.support.shell_blocks import run_shell, shell_blocks
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("run.steps=2", "run.groups_per_step=2", "run.group_size=4", "learner.checkpoint_every=2")
@@ -44,14 +43,5 @@ def test_the_blocks_of_a_page_run(finished: Path, tmp_path: Path, page: str) -> 
     shutil.copytree(finished, tmp_path / "runs", symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
     blocks = [block for block in shell_blocks(ROOT / page) if not block.needs]
     assert blocks
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for block in blocks:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.text],
-            cwd=tmp_path,
-            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        run_shell(block.text, tmp_path, timeout_s=240)

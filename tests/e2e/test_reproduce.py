@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -26,7 +23,7 @@ from retriever.encoder.config import TransformerEncoderSettings
 from tests.support.encoders import tiny_model
 from tests.support.environments import write_tokenizer
 from tests.support.file_server import FileServer, file_server
-from tests.support.shell_blocks import shell_blocks
+from tests.support.shell_blocks import run_shell, shell_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "reproduce-search-r1.md"
 PASSAGES = [f'"Town {n}"\nTown {n} lies on the river {n * 7 % 40}.' for n in range(40)]
@@ -101,9 +98,8 @@ def fill(hub: FileServer, folder: Path) -> None:
 
 def commands() -> list[str]:
     """Return the lines of the page, as a machine without a GPU can run them."""
-    lines = "\n".join(block.text for block in shell_blocks(PAGE)).replace("\\\n", " ").splitlines()
     out = []
-    for line in (line.partition("  #")[0].strip() for line in lines if line and not line.startswith("#")):
+    for line in shell_lines(PAGE):
         extra = ON_A_CPU if line.startswith("foray init") else SMALL if line.startswith("foray up") else ()
         out.append(line.replace("--hardware 8xh100 ", "") + "".join(f" '{override}'" for override in extra))
     return out
@@ -112,18 +108,11 @@ def commands() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_page_runs_from_the_data_to_the_scores(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with file_server() as hub:
         fill(hub, tmp_path / "made")
         hub.cuts = [500]
-        env = {**os.environ, "PATH": path, "HF_ENDPOINT": hub.url, "OMP_NUM_THREADS": "1"}
         for command in commands():
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", command],
-                cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300,
-            )  # fmt: skip
-            allowed = (0, 1) if command.startswith(OPINION) else (0,)
-            assert done.returncode in allowed, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            run_shell(command, tmp_path, allowed=(0, 1) if command.startswith(OPINION) else (0,), HF_ENDPOINT=hub.url)
     for run in ("smoke", "search-r1"):
         steps = [json.loads(line) for line in (tmp_path / f"runs/{run}/metrics.jsonl").read_text().splitlines()]
         assert [step["step"] for step in steps] == [1, 2]

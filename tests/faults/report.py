@@ -1,4 +1,4 @@
-"""`python tests/faults/report.py`: run every test of the fault table and write the table into docs/reliability.md.
+"""`python tests/faults/report.py`: run every test of the fault table and write the table into docs/faults.md.
 
 The page is written only from a clean checkout and only when every test passed, so each cell says what ran at the commit
 that the page names. Arguments are passed to pytest. Exit status: that of the tests; 1 when a row has no test, when a
@@ -21,7 +21,7 @@ from marks import TESTS, marked
 from table import ROWS
 
 ROOT = TESTS.parent
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "faults.md"
 BEGIN, END = "<!-- fault table: made by `make reliability` -->", "<!-- end of the fault table -->"
 
 
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         found = outcomes(junit)
     if lines := problems(found):
-        print("docs/reliability.md is left as it is:", *lines, sep="\n  ", file=sys.stderr)
+        print("docs/faults.md is left as it is:", *lines, sep="\n  ", file=sys.stderr)
         return code or 1
     count = sum(len(results) for results in found.values())
     passed = sum(results.count("passed") for results in found.values())

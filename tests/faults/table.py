@@ -1,5 +1,5 @@
 """The fault table: component, fault, reaction, and where users see it. Tests name its rows with
-`@pytest.mark.fault(row, ...)`; `make reliability` runs them and writes the table into docs/reliability.md.
+`@pytest.mark.fault(row, ...)`; `make reliability` runs them and writes the table into docs/faults.md.
 
 R rollout server, L learner, E engine and its node, S retriever, Q Redis, D dashboards and trackers.
 """

@@ -1,4 +1,4 @@
-"""The fault table of docs/reliability.md has no row without a test, and names only existing tests."""
+"""The fault table of docs/faults.md has no row without a test, and names only existing tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "reliability.md"
+PAGE = HERE.parent.parent / "docs" / "faults.md"
 
 
 def module(name: str) -> ModuleType:

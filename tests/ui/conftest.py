@@ -2,7 +2,7 @@
 
 Playwright comes from `requirements/ui.txt`; it drives the installed `chromium` (FORAY_CHROMIUM names another) and
 downloads no browser. The tests use one live ring, a run whose texts attack the page, and one of 100,000 trajectories.
-FORAY_UI_SHOTS names a folder for screenshots of every page.
+FORAY_UI_SHOTS names a folder for screenshots of every page, FORAY_UI_FIGURES one for those of docs/dashboard.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from tests.support.dashboard_run import write_large_run, write_run
 from tests.ui.browsing import ANSWER_MS, SIZES, Ring, Tab, dashboard, running
 
-START_S = 240.0
+START_S = 600.0
 CHROMIUM = shutil.which(os.environ.get("FORAY_CHROMIUM") or "chromium")
 
 

@@ -233,6 +233,9 @@ def test_every_page_fits_and_is_accessible(ring: Ring, tab: NewTab, width: int, 
         if folder := os.environ.get("FORAY_UI_SHOTS"):
             path = Path(folder) / f"{name.replace('/', '-').replace(seq, 'seq')}-{width}-{theme}.png"
             shown.page.screenshot(path=path, full_page=True)
+        figure = {f"group/{seq}/0": "trajectory", "overview": name, "fleet": name}.get(name)
+        if (folder := os.environ.get("FORAY_UI_FIGURES")) and figure and (width, theme) == (1280, "light"):
+            shown.page.screenshot(path=Path(folder) / f"dashboard-{figure}.png")
 
 
 def test_an_operator_drains_an_engine_and_the_pages_go_on_when_the_run_is_stopped(ring: Ring, tab: NewTab) -> None:
