@@ -39,7 +39,9 @@ from rollout_server.node.guard import kill_below
 KEYS_FILE = "keys.yaml"
 BEFORE_TEMPERATURE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Variable that makes SGLang report log-probs of softmax(logits), without the temperature."""
-ALWAYS = ("--incremental-streaming-output", "--enable-metrics")
+INCREMENTAL = "--incremental-streaming-output"
+"""A chunk then has its own tokens alone: bytes and parsing of a turn are linear in its tokens, not quadratic."""
+ALWAYS = (INCREMENTAL, "--enable-metrics")
 WATCHDOG = ("--watchdog-timeout", "86400")
 """SGLang ends itself when a step takes 300 s, however slow the machine is: the node's watchdog decides instead."""
 FP32_LM_HEAD = "--enable-fp32-lm-head"
@@ -119,7 +121,7 @@ def command(
             *(sys.executable, "-m", "rollout_server.cpu_engine", *common),
             *("--threads", str(kind.threads), "--max-running", str(kind.max_running)),
             *("--max-total-tokens", str(kind.max_total_tokens), "--dtype", kind.dtype, "--seed", str(seed)),
-            *("--update-timeout-s", f"{min(update_s, LONGEST_UPDATE_S):g}"),
+            *("--update-timeout-s", f"{min(update_s, LONGEST_UPDATE_S):g}", INCREMENTAL),
             *(("--date", day.isoformat()) if day else ()),
             *(word for flag, name, value in named if value for word in (flag, name)),
         ]
@@ -127,7 +129,7 @@ def command(
     return [
         *(interpreter(kind.python), *program, *common),
         *("--max-running-requests", str(kind.max_running), "--random-seed", str(seed)),
-        # incremental streaming makes a turn linear in its tokens, and the metrics count retractions
+        # the metrics count retractions
         *(
             flag
             for flag in (*ALWAYS, *_fp32_lm_head(kind, model), *([NO_OVERLAP] if in_place else []))

@@ -93,6 +93,7 @@ def test_the_cpu_engine_gets_the_names_of_its_keys() -> None:
     assert cpu[cpu.index("--weight-version") + 1] == "1.2" and cpu[cpu.index("--threads") + 1] == "2"
     assert parse(command(kind, **GIVEN, seed=4_000_000_000)[3:]).seed == 4_000_000_000
     assert cpu[-2:] == ["--admin-api-key-env", "FORAY_ENGINE_ADMIN_KEY"] and "secret" not in cpu
+    assert parse(cpu[3:]).incremental_streaming_output
     assert environment(kind, keys)["FORAY_ENGINE_ADMIN_KEY"] == "secret"
     dated = command(kind, **GIVEN, keys=keys, day=date(2026, 1, 31))
     assert parse(dated[3:]).date == date(2026, 1, 31) and parse(cpu[3:]).date is None
