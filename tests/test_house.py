@@ -31,7 +31,7 @@ PURE_IMPORTS = {
 }
 """What `protocol` may import: no sockets, files, clock, threads or environment."""
 
-MOST_CODE_LINES = 56_000
+MOST_CODE_LINES = 56_500
 """Of the wheel."""
 
 SGLANG_CPU = "requirements/sglang_cpu_launch.py"
