@@ -199,7 +199,6 @@ async def test_each_query_of_a_post_has_its_own_timeout(retriever: FakeRetriever
 
 
 @pytest.mark.parametrize("fault", [Fault(cut=True), Fault(hang=True)], ids=["lost", "hangs"])
-@pytest.mark.fault(36)
 async def test_all_queries_of_a_lost_post_are_asked_again_elsewhere(fault: Fault) -> None:
     async with (
         FakeRetriever(backend="index") as sick,
