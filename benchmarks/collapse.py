@@ -309,16 +309,18 @@ def _plot_panels(
     """
     columns = min(PANELS, len(panels))
     rows = -(-len(panels) // columns)
-    with figure_of(path, (4.2 * columns, 2.8 * rows)) as figure:
-        for number, (title, (curve, events)) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(rows, columns, number)
+    with figure_of(path, (3.2 * columns, 2.0 * rows)) as figure:
+        for place, (title, (curve, events)) in enumerate(panels.items(), 1):
+            axes = figure.add_subplot(rows, columns, place)
             axes.plot(list(curve), list(curve.values()), color=COLOURS[0], linewidth=1.2)
             axes.set_title(title, fontsize="small", loc="left")
-            axes.set_ylim(0, 2)
-            axes.set_yticks([0, 0.5, 1])
-            for height, (event, step) in enumerate(sorted(events.items(), key=lambda item: item[1])):
-                axes.plot([step, step], [0, 1.9 - 0.1 * height], color=COLOURS[3], linewidth=0.4)
-                axes.annotate(f"{event} {step}", (step, 1.9 - 0.1 * height), fontsize=6, va="center")
+            top = 2 * max(0.5, *curve.values())
+            axes.set_ylim(0, top)
+            axes.tick_params(labelsize=6)
+            for number, (event, step) in enumerate(sorted(events.items(), key=lambda item: item[1])):
+                height = top * (0.94 - 0.07 * number)
+                axes.plot([step, step], [0, height], color=COLOURS[3], linewidth=0.4)
+                axes.annotate(f"{event} {step}", (step, height), fontsize=6, va="center")
             axes.grid(visible=True, linewidth=0.4, alpha=0.6)
         figure.supxlabel(f"step; {metric}", fontsize="small")
 
