@@ -15,7 +15,7 @@ from foray.demo.warmstart import BAND
 from tests.support.small_machine import AVX2, small_machine
 
 STEPS = 32
-GROUPS = 16
+GROUPS, GROUP_SIZE = 16, 8
 
 
 @pytest.mark.slow
@@ -40,7 +40,10 @@ def test_the_demo_learns_to_search_through_the_whole_ring(warm_model: Path, tmp_
     assert summary["em_after"] > summary["em_before"] + 0.2 and summary["em_after_without_search"] < 0.1
     assert json.loads((directory / "summary.json").read_text())["em_after"] == summary["em_after"]
     found = Run(directory).diagnose()
-    assert found["findings"] == [] and (found["steps"], found["trajectories"]) == (STEPS, 1024)
+    # of the last 1,024, those that were aborted because a busy machine made them too old do not count
+    aborted = round(sum(step.get("status/stale", 0.0) for step in curve) * GROUPS * GROUP_SIZE)
+    assert found["findings"] == [] and found["steps"] == STEPS
+    assert 1024 - aborted <= found["trajectories"] <= 1024
 
 
 @pytest.mark.slow
