@@ -473,7 +473,8 @@ async def test_the_cpu_engine_joins_late_is_killed_and_ends_with_its_node(world,
             client = SglangClient(session, world.registered("e").url)
             request = GenerateRequest(ids=[3, 4, 5], session="s", group="g", max_new_tokens=5, sampling=Sampling())
             completion = await client.generate(request, version="1.1", timeout_s=20.0, vocab_size=64)
-        assert len(completion.ids) == 5 and {span.version for span in completion.spans} == {V2}
+        assert len(completion.ids) == 5 or completion.matched == 1, "five tokens, or fewer before the end token"
+        assert {span.version for span in completion.spans} == {V2}
         engines = descendants(process.pid)[1:]  # the first is their guard
         born = world.registered("e").incarnation
         os.kill(engines[0], signal.SIGKILL)
