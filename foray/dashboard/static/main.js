@@ -77,7 +77,10 @@ function tabs(current) {
   const shown = current === "group" ? "trajectories" : current;
   fill(document.getElementById("tabs"), Object.keys(TABS).map((name) =>
     h("a", { href: `#/${name}`, "aria-current": name === shown ? "page" : undefined }, name)));
-  document.querySelector("#tabs [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  const nav = document.getElementById("tabs"), tab = nav.querySelector("[aria-current]")?.getBoundingClientRect();
+  // not by scrollIntoView: in newer browsers Tab would then go on from there, past the link to the content
+  const row = nav.getBoundingClientRect();
+  if (tab) nav.scrollLeft += Math.min(0, tab.left - row.left) + Math.max(0, tab.right - row.right);
 }
 
 function header() {
