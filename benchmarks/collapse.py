@@ -52,7 +52,7 @@ SETTINGS = (
 """Of the search."""
 SEARCH_R1 = ("learner.optim.schedule=constant", "learner.optim.warmup_steps=0", "learner.optim.warmup_fraction=0.285")
 """Search-R1's schedule. With that of the demo, three times its learning rate falls in ten steps, before any rise."""
-PANELS = 4
+PANELS = 5
 """Panels of a plot side by side."""
 DEAD = 30
 """Steps without a right answer after which a run is stopped: without a gradient nothing changes any more."""
@@ -309,18 +309,18 @@ def _plot_panels(
     """
     columns = min(PANELS, len(panels))
     rows = -(-len(panels) // columns)
-    with figure_of(path, (3.2 * columns, 2.0 * rows)) as figure:
+    top = 2 * max(max(curve.values()) for curve, _ in panels.values())
+    with figure_of(path, (2.6 * columns, 1.6 * rows)) as figure:
         for place, (title, (curve, events)) in enumerate(panels.items(), 1):
             axes = figure.add_subplot(rows, columns, place)
             axes.plot(list(curve), list(curve.values()), color=COLOURS[0], linewidth=1.2)
-            axes.set_title(title, fontsize="small", loc="left")
-            top = 2 * max(0.5, *curve.values())
+            axes.set_title(title, fontsize=7, loc="left")
             axes.set_ylim(0, top)
-            axes.tick_params(labelsize=6)
+            axes.tick_params(labelsize=6, labelleft=place % columns == 1, labelbottom=place > len(panels) - columns)
             for number, (event, step) in enumerate(sorted(events.items(), key=lambda item: item[1])):
                 height = top * (0.94 - 0.07 * number)
                 axes.plot([step, step], [0, height], color=COLOURS[3], linewidth=0.4)
-                axes.annotate(f"{event} {step}", (step, height), fontsize=6, va="center")
+                axes.annotate(f"{event} {step}", (step, height), fontsize=5, va="center")
             axes.grid(visible=True, linewidth=0.4, alpha=0.6)
         figure.supxlabel(f"step; {metric}", fontsize="small")
 

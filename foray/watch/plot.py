@@ -70,6 +70,11 @@ def figure_of(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
         # no date and no version, which would change between runs
         plain, image = ({"Date": None, "Creator": None} if path.suffix == ".svg" else {}), BytesIO()
         figure.savefig(image, format=path.suffix[1:], dpi=120, metadata=plain)
+        if path.suffix == ".png":  # a third of the size; lines on white need few colours
+            from PIL import Image
+
+            coloured, image = Image.open(image).convert("RGB"), BytesIO()
+            coloured.quantize(64).save(image, "PNG", optimize=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, image.getvalue(), durable=False)
 

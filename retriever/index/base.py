@@ -68,7 +68,7 @@ class BuildableIndex(Index, Protocol):
     """Interface of a class in `retriever.index.config.REGISTRY`."""
 
     def __init__(self, settings: Any, directory: Path, *, threads: int) -> None:
-        """Open what `build` wrote into `directory`. `threads`: of a search, 0: all; see `RetrieverSettings`."""
+        """Open what `build` wrote into `directory`. `threads`: see `RetrieverSettings`."""
 
     @staticmethod
     def build(settings: Any, source: PassageSource, directory: Path) -> None:

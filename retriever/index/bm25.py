@@ -158,8 +158,7 @@ class Bm25Index:
             hits.rows[i] = top_rows(scores, k)
             hits.scores[i] = scores[hits.rows[i]]
 
-        for _ in (map if self._pool is None else self._pool.map)(one, range(len(queries))):
-            pass
+        list((self._pool.map if self._pool else map)(one, range(len(queries))))
         return hits
 
     def _score(self, query: str) -> Scores:

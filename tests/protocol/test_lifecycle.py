@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,22 +14,6 @@ from protocol.runtime.lifecycle import DeferredShutdown, Terminated, deferred_sh
 
 def kill(number: int) -> None:
     os.kill(os.getpid(), number)
-
-
-def in_a_thread(check: object) -> None:
-    """Run `check` in a thread, and raise what it raises."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            check()  # type: ignore[operator]
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive() and not failed, failed
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
@@ -74,4 +58,5 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
         with terminating(), deferred_shutdown() as shutdown:
             assert isinstance(shutdown, DeferredShutdown) and signal.getsignal(signal.SIGTERM) == before
 
-    in_a_thread(check)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(check).result(10)

@@ -175,7 +175,7 @@ async def test_a_cancelled_query_leaves_the_others_and_the_last_cancels_the_post
     retriever.script = lambda query: None
     b.cancel()
     c.cancel()
-    await eventually(lambda: not retriever._in_flight, "the retriever sees that nobody waits")
+    await eventually(lambda: not retriever._in_flight, "the retriever has no request in flight")
     await own_passages(sharing.start("next"), ["next"])
     assert sharing.balancer.gauges()["searches_in_flight"]() == 0
 
