@@ -81,7 +81,8 @@ class SecondInResume(SecondLearner):
         return self.old.send(signal.SIGKILL)
 
     def tick(self) -> None:
-        self.new = self.ring.wards["learner"].life
+        if not self.launched:  # afterwards it is the life whose load the second one met, though others may follow
+            self.new = self.ring.wards["learner"].life
         if self.new is self.old:
             return
         if not self.loading and "verifying the checkpoint takes" in self.new.text:
