@@ -25,7 +25,7 @@ from rollout_server.tools.python import PythonSettings, sandbox_for
 from rollout_server.tools.sandbox.base import SandboxError
 
 NEEDED = {
-    "protocol": ("pydantic", "msgpack", "numpy", "yaml", "redis"),
+    "protocol": ("pydantic", "msgpack", "msgspec", "isal", "xxhash", "numpy", "yaml", "redis"),
     "rollout server": ("aiohttp", "tokenizers", "prometheus_client"),
     "learner": ("torch", "transformers", "deepspeed", "safetensors"),
     "retriever": ("aiohttp", "bm25s", "faiss", "prometheus_client"),
