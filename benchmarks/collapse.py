@@ -19,6 +19,7 @@ import argparse
 import json
 import re
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -177,7 +178,12 @@ def warm_model(run: Planned, say: Say) -> Path:
     if not path.exists():
         building = path.with_name(f"{path.name}-building-{time.time_ns()}")
         warm_start(building, run.seed, say, level=HARD if run.level == "hard" else SHORT)
-        building.rename(path)
+        try:
+            building.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+            shutil.rmtree(building)  # another process has made the same
     return path
 
 
