@@ -4,7 +4,7 @@
     python -m benchmarks.collapse confirm --setting NAME     the chosen one in five fresh seeds
     python -m benchmarks.collapse remedies --setting NAME    the same seeds with each remedy
     python -m benchmarks.collapse healthy                    ten runs that must raise no alarm
-    python -m benchmarks.collapse table --setting NAME       docs/collapse.md and its plots, from the result files
+    python -m benchmarks.collapse table                      docs/collapse.md and its plots, from the result files
 
 Each run writes docs/figures/collapse/NAME.json and is not repeated while that file exists: commit each, and start the
 command again after an interruption, which goes on from the run's last checkpoint. A run is the ring of `foray demo`
@@ -49,6 +49,7 @@ LR = {"hard": 5.0e-4, "demo": 1.0e-3}
 SETTINGS = (
     *("lag8-lr3-mb1-r1", "lag8-lr6-mb1-r1", "lag8-lr1-mb4-r1", "lag1-lr6-mb1-r1", "lag4-lr3-mb1-r1"),
     *("lag8-lr3-mb4-r1", "lag1-lr3-mb4-r1", "lag8-lr3-mb1", "lag1-lr1-mb1"),
+    *("lag8-lr2-mb4-r1", "lag8-lr4-mb1-r1"),  # between those that fall in one seed and those that fall at once
 )
 """Of the search."""
 SEARCH_R1 = ("learner.optim.schedule=constant", "learner.optim.warmup_steps=0", "learner.optim.warmup_fraction=0.285")
@@ -280,26 +281,24 @@ def rows_of_arms(judged: Sequence[Judged], setting: str) -> list[str]:
     return lines
 
 
-def write_table(setting: str) -> None:
+def write_table() -> None:
     """Write docs/collapse.md and its plots from the results that there are."""
     judged = [judge(json.loads(path.read_text())) for path in sorted(FOLDER.glob("*.json"))]
     healthy = [j for level in LR for j in of(judged, HEALTHY_SETTING, "", HEALTHY, level)]
-    parts = {
-        "search": [j for s in SETTINGS for j in of(judged, s, "", SEARCHED)],
-        "remedies": [j for remedy in ("", *REMEDIES) for j in of(judged, setting, remedy, FRESH)],
-        "healthy": healthy,
-    }
+    parts = {"search": [j for s in SETTINGS for j in of(judged, s, "", SEARCHED)], "healthy": healthy}
+    tried = sorted({j.run.setting for j in judged if j.run.seed in FRESH})
+    parts |= {s: [j for remedy in ("", *REMEDIES) for j in of(judged, s, remedy, FRESH)] for s in tried}
     tables = {name: "\n".join(rows_of_runs(runs)) if runs else "Not run yet." for name, runs in parts.items()}
     for name, runs in parts.items():
         if runs:
             curves = {j.run.name: (running_means(dict(enumerate(j.rewards, 1)), 5), j.signs) for j in runs}
             _plot_panels(PAGE.with_name(f"collapse-{name}.png"), curves, metric="mean reward, mean of 5 steps")
             tables[name] += f"\n\n![Mean reward of each run, and the first step of each sign](collapse-{name}.png)"
+    arms = [f"### {s}\n\n" + "\n".join(rows_of_arms(judged, s)) + f"\n\n{tables.pop(s)}" for s in tried]
     alarms = sum(j.alarm is not None for j in healthy)
     hours = sum(j.cpu_s for j in judged) / 3600
     tables |= {
-        "setting": setting or "not chosen yet",
-        "arms": "\n".join(rows_of_arms(judged, setting)) if parts["remedies"] else "Not run yet.",
+        "remedies": "\n\n".join(arms) or "Not run yet.",
         "alarms": f"{alarms} of {len(healthy)} runs raised an alarm.",
         "cost": f"{len(judged)} runs, {hours:.1f} CPU hours.",
     }
@@ -343,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
     if args.phase == "table":
-        write_table(args.setting)
+        write_table()
         return 0
     missing = [run for run in planned(args.phase, args.setting) if not (FOLDER / f"{run.name}.json").exists()]
     for run in missing[: args.most]:

@@ -55,8 +55,8 @@ class RolloutBench(BenchSettings):
     """Turns per trajectory; all but the last end in a search."""
     turn_tokens: int = Field(default=64, ge=16, le=200)
     """Median tokens per turn."""
-    concurrency_groups: int = Field(default=24, ge=1)
-    """Concurrent groups per rollout server."""
+    concurrency_groups: int = Field(default=64, ge=1)
+    """Concurrent groups per rollout server. The default is all of a play, among which the oracle chooses, too."""
     slowness: tuple[float, ...] = Field(default=(1.0, 1.0, 1.5, 2.0), min_length=1)
     """Slowness of each engine, a factor on the time of its steps: 1,1,1.5,2."""
     scale: float = Field(default=0.5, gt=0)
@@ -134,6 +134,7 @@ class RolloutBench(BenchSettings):
     def _row(self, seed: int, policy: str, bound: float, oracle: float, played: Played) -> dict[str, Any]:
         trajectories = [t for group in played.groups for t in group.trajectories]
         return _figures(seed, policy, bound, oracle, played.seconds) | {
+            "tail_s": played.tail_s,
             "cpu_ms_per_turn": 1000 * played.cpu_s / (self.trajectories * self.turns),
             "event_loop_lag_s": played.loop_lag_s,
             "failovers": played.failovers,
@@ -195,6 +196,7 @@ def _summary(rows: list[dict[str, Any]]) -> BenchResult:
             "seconds": mean(OURS, "seconds"),
             "oracle_s": mean(OURS, "oracle_s"),
             "bound_s": mean(OURS, "bound_s"),
+            "tail_s": mean(OURS, "tail_s"),
             "lowest_of_oracle": min(row["of_oracle"] for row in rows if row["policy"] == OURS),
             "cpu_ms_per_turn": mean(OURS, "cpu_ms_per_turn"),
             "event_loop_lag_s": max(row["event_loop_lag_s"] for row in rows if row["policy"] == OURS),

@@ -7,6 +7,7 @@ as the nodes (it reports each engine's load, updates its version and detects whe
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import sys
 import time
@@ -45,12 +46,14 @@ class Played:
     """Figures of one play.
 
     seconds     wall-clock time from the first task to the last group
+    tail_s      of these, after 95 % of the groups had arrived
     cpu_s       CPU time of the rollout server; `world_cpu_s`: of engines, search and Redis
     loop_lag_s  maximum delay of the server's event loop, which it measures each second
     failovers   additional requests for turns
     """
 
     seconds: float
+    tail_s: float
     cpu_s: float
     world_cpu_s: float
     loop_lag_s: float
@@ -101,6 +104,7 @@ class RolloutRing:
 
     def _play(self, name: str, tasks: Sequence[tuple[int, bytes]], faults: Faults, timeout_s: float) -> Played:
         bodies: list[bytes] = []
+        arrived: list[float] = []
         lag = failovers = 0.0
         begun, cpu = time.monotonic(), self._cpu_s()
         self.store.issue(0, tasks)
@@ -115,16 +119,17 @@ class RolloutRing:
             entries = self.store.read(len(tasks))
             self.store.ack([entry for entry, _ in entries])
             bodies += [fields[b"b"] for _, fields in entries]
+            arrived += [time.monotonic() - begun] * len(entries)
             values = self._values(name)
             lag = max(lag, values.get("event_loop_lag_s", 0.0))
-        seconds = time.monotonic() - begun
+        seconds, tail_s = arrived[-1], arrived[-1] - arrived[math.ceil(0.95 * len(arrived)) - 1]
         used = {process: after - cpu[process] for process, after in self._cpu_s().items()}
         time.sleep(SNAPSHOT_S)
         failovers = self._values(name).get("failovers", 0.0)
         groups = [message for message in map(decode, bodies) if isinstance(message, TrajectoryGroup)]
         if len(groups) < len(tasks):
             raise ForayError(f"{len(tasks) - len(groups)} groups failed; see the log of {name}")
-        return Played(seconds, used.pop(name), sum(used.values()), lag, failovers, groups)
+        return Played(seconds, tail_s, used.pop(name), sum(used.values()), lag, failovers, groups)
 
     def _serve(self, name: str, script: Script, policy: str) -> None:
         """Start the rollout server, with default settings except those below."""

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from rollout_server.engine import router
-from rollout_server.engine.selection import Candidate, EngineIndex, pick_engine
+from rollout_server.engine.selection import Candidate, EngineIndex, Work, pick_engine
 
-Policy = Callable[[Sequence[Candidate], Sequence[str], int], str]
+Policy = Callable[[Sequence[Candidate], Sequence[str], Work], str]
 
 
 def sound(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -28,14 +28,14 @@ def sound(candidates: Sequence[Candidate]) -> list[Candidate]:
 def at_random() -> Policy:
     """Return a policy that chooses a random engine for every turn."""
     draw = random.Random(0)
-    return lambda candidates, usual, size: draw.choice(sound(candidates)).id
+    return lambda candidates, usual, work: draw.choice(sound(candidates)).id
 
 
 def round_robin() -> Policy:
     """Return a policy that takes the engines in turn (prime-rl's and AReaL's default)."""
     numbers = count()
 
-    def policy(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> str:
+    def policy(candidates: Sequence[Candidate], usual: Sequence[str], work: Work) -> str:
         choices = sound(candidates)
         return choices[next(numbers) % len(choices)].id
 
@@ -44,13 +44,13 @@ def round_robin() -> Policy:
 
 def least_loaded() -> Policy:
     """Return a policy that chooses the engine with the fewest tokens in flight for every turn."""
-    return lambda candidates, usual, size: min(sound(candidates), key=lambda c: (c.load, c.busy, c.id)).id
+    return lambda candidates, usual, work: min(sound(candidates), key=lambda c: (c.load, c.busy, c.id)).id
 
 
 def sticky() -> Policy:
     """Return a policy that chooses the least loaded engine for a trajectory's first turn and keeps it (verl)."""
 
-    def policy(candidates: Sequence[Candidate], usual: Sequence[str], size: int) -> str:
+    def policy(candidates: Sequence[Candidate], usual: Sequence[str], work: Work) -> str:
         choices = sound(candidates)
         if usual and usual[0] in {c.id for c in choices}:
             return usual[0]
@@ -61,7 +61,7 @@ def sticky() -> Policy:
 
 def only_one() -> Policy:
     """Return a policy that always chooses the first available engine, like a broken router."""
-    return lambda candidates, usual, size: sound(candidates)[0].id
+    return lambda candidates, usual, work: sound(candidates)[0].id
 
 
 OURS = "foray"
@@ -81,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
     from rollout_server.cli import main as serve
 
     setattr(router, "pick_engine", POLICIES[argv[0]]())  # noqa: B010  # the one name that the policies differ in
-    if argv[0] != OURS:  # Foray's choice needs the least loaded engine only
-        setattr(EngineIndex, "idlest", lambda index, failures: [name for *_, name in index._order])  # noqa: B010
+    if argv[0] != OURS:  # Foray's choice needs the fastest engine only
+        setattr(EngineIndex, "fastest", lambda index, failures: [name for *_, name in index._order])  # noqa: B010
     return serve(list(argv[1:]))
 
 

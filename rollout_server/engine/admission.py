@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal, Protocol
 
 from protocol.messages import EngineInfo
@@ -31,6 +32,10 @@ UNKNOWN_CAPACITY = 1024
 """Initial limit for an engine that does not report its maximum batch size."""
 REMEMBERED_GROUPS = 65_536
 """Number of groups whose age is remembered."""
+FIRST_TURN_TOKENS = 64.0
+"""Tokens that a turn is expected to have before any has ended."""
+LEARNING_RATE = 1 / 16
+"""Weight of the newest turn in what is learnt of speeds and lengths."""
 RECHECK_S = 0.5
 """Interval at which the queue is checked: an engine's ejection may end without a change in Redis."""
 
@@ -104,17 +109,32 @@ def incarnation_key(engine: EngineInfo) -> str:
 @dataclass
 class _EngineLoad:
     limit: AimdLimit
+    capacity: int
     tokens: int = 0
     foreign: float = 0.0
     """tokens of other rollout servers, estimated from the last heartbeat"""
+    others: int = 0
+    """requests of other rollout servers in that heartbeat"""
+    speed: float = 0.0
+    """seconds per token of a single request, learnt; 0: no turn has ended there yet"""
+    assumed: float = 1.0
+    """the same until it is learnt: the mean of the engines for which it is"""
+
+    def slowdown(self, requests: int) -> float:
+        """Return the factor on the seconds per token with this many requests of ours: 2 if the batch is full."""
+        return 1.0 + (requests + self.others) / self.capacity
 
 
 class InflightTracker:
-    """Requests and tokens in flight at each engine incarnation. `adaptive` False: no limit."""
+    """Requests and tokens in flight at each engine incarnation, and its speed. `adaptive` False: no limit.
+
+    turn_tokens  mean number of tokens that recent turns had
+    """
 
     def __init__(self, *, adaptive: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._adaptive, self._clock = adaptive, clock
         self._loads: dict[str, _EngineLoad] = {}
+        self.turn_tokens = FIRST_TURN_TOKENS
 
     def update(self, engines: Iterable[EngineInfo]) -> None:
         """Apply a new engine table. The state of a removed incarnation is deleted when its last request has ended."""
@@ -125,8 +145,27 @@ class InflightTracker:
             load.limit.observe(engine, now)
             ours = load.limit.in_flight
             load.foreign = tokens_of_others(engine, ours, load.tokens // ours if ours else 1)
+            load.others = max(0, engine.running + engine.waiting - ours)
         for key in [k for k, load in self._loads.items() if k not in present and not load.limit.in_flight]:
             del self._loads[key]
+        known = [load.speed for load in self._loads.values() if load.speed]
+        for load in self._loads.values():
+            load.assumed = fmean(known) if known else 1.0
+
+    def learn(self, engine: EngineInfo, tokens: int, seconds: float) -> None:
+        """Learn the speed of `engine` from a request still in flight: its last `tokens` took `seconds`."""
+        load = self._load_of(engine)
+        seen = seconds / tokens / load.slowdown(load.limit.in_flight)
+        load.speed += (seen - load.speed) * (LEARNING_RATE if load.speed else 1.0)
+
+    def learn_length(self, tokens: int) -> None:
+        """Learn the length of turns from one that is complete."""
+        self.turn_tokens += (tokens - self.turn_tokens) * LEARNING_RATE
+
+    def pace(self, engine: EngineInfo) -> float:
+        """Return the seconds per token expected of `engine` with one more request; before any is learnt, a ratio."""
+        load = self._load_of(engine)
+        return (load.speed or load.assumed) * load.slowdown(load.limit.in_flight + 1)
 
     def has_capacity(self, engine: EngineInfo, *, returning: bool = False) -> bool:
         """Return whether one more request may be sent to `engine`. `returning`: see `AimdLimit.has_capacity`."""
@@ -170,7 +209,9 @@ class InflightTracker:
         key = incarnation_key(engine)
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = _EngineLoad(AimdLimit(engine, self._clock()))
+            load = self._loads[key] = _EngineLoad(
+                AimdLimit(engine, self._clock()), engine.max_running or UNKNOWN_CAPACITY
+            )
         return load
 
 

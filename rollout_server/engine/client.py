@@ -83,8 +83,8 @@ class EngineCall:
         self._now = self._timer.clock.time
         self._began_at = self._heard_at = math.inf
         """Times of the `LoopClock`; `_heard_at`: of the last chunk, of the start before the first."""
-        self.last_data_at = -math.inf
-        """Arrival time of the last chunk, by the loop's clock."""
+        self.first_data_at, self.last_data_at = math.inf, -math.inf
+        """Arrival times of the first and the last chunk, by the loop's clock."""
         self._why: EngineError | None = None
         self._open = False
         self.decoder: StreamDecoder | None = None
@@ -116,6 +116,7 @@ class EngineCall:
         if self.last_data_at == -math.inf and self._stall_s < self._timeout_s:
             self._timer.arm(self._stall_s)
         self.last_data_at, self._heard_at = self._loop.time(), self._now()
+        self.first_data_at = min(self.first_data_at, self.last_data_at)
         if self.received.finish_reason and self._stall_s > GRACE_S:
             self._stall_s = GRACE_S
             self._timer.arm(GRACE_S)

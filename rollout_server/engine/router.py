@@ -35,10 +35,12 @@ from rollout_server.engine.client import STREAM_INTERVAL, EngineCall
 from rollout_server.engine.continuation import StopChecker, TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
 from rollout_server.engine.health import EngineHealth, RateLimitedLog
-from rollout_server.engine.selection import Candidate, EngineIndex, Load, pick_engine
+from rollout_server.engine.selection import Candidate, EngineIndex, Place, Work, pick_engine
 
 REMEMBERED = 65_536
 """Maximum number of sessions and groups whose engine is remembered. Forgetting one costs a prefill."""
+LEAST_LEARNT = 8
+"""Minimum number of tokens of a request from which an engine's speed is learnt."""
 LEAST_BACKLOG = 16
 """Minimum number of waiting turns for backpressure, however small the limits are."""
 
@@ -166,6 +168,7 @@ class Router:
             kept = self._account(engine, turn, received, error)
             completion = turn.completion()
             if completion is not None:
+                self.inflight.learn_length(len(turn.ids))
                 return completion
             attempts += error is None or error.cause not in FREE_RETRIES
             if kept:
@@ -198,11 +201,11 @@ class Router:
             index = self._indexes[pinned] = EngineIndex(usable, self._place, pin=pin, until=until)
         return index
 
-    def _place(self, engine: EngineInfo) -> Load | None:
-        """Return the place of an engine in the order by load; None if it has no capacity."""
+    def _place(self, engine: EngineInfo) -> Place | None:
+        """Return the place of an engine in the order by pace; None if it has no capacity."""
         if not self.inflight.has_capacity(engine):
             return None
-        return self.inflight.load(engine), engine.running + engine.waiting, engine.id
+        return self.inflight.pace(engine), self.inflight.load(engine), engine.running + engine.waiting, engine.id
 
     def unroutable_reason(self, engine: EngineInfo) -> str:
         """Return why `engine` gets no training requests now; "" if it does."""
@@ -263,23 +266,22 @@ class Router:
         own = "" if failures.get(usual[0]) else usual[0]
         found = {
             name: engine
-            for name in ((own,) if returning else (*usual, *index.idlest(failures)))
+            for name in ((own,) if returning else (*usual, *index.fastest(failures)))
             if (engine := index.engines.get(name)) and inflight.has_capacity(engine, returning=name == own)
         }
         if not found:
             return None
-        size = size_of(request)
-        chosen = pick_engine(
-            [Candidate(e.id, inflight.load(e), e.running + e.waiting, failures.get(e.id, 0)) for e in found.values()],
-            usual,
-            size,
-        )
+        candidates = [
+            Candidate(e.id, inflight.load(e), e.running + e.waiting, failures.get(e.id, 0), inflight.pace(e))
+            for e in found.values()
+        ]
+        chosen = pick_engine(candidates, usual, Work(len(request.ids), inflight.turn_tokens))
         for name in names:
             self._engine_of[name] = chosen
             self._engine_of.move_to_end(name)
             if len(self._engine_of) > REMEMBERED:
                 self._engine_of.popitem(last=False)
-        inflight.add(found[chosen], size)
+        inflight.add(found[chosen], size_of(request))
         self._reorder(chosen)
         return found[chosen]
 
@@ -325,6 +327,7 @@ class Router:
         with span("engine request", engine=engine.id, version=engine.version.label) as traced:
             try:
                 await self._connect(engine).stream(request, call, version=engine.version.label)
+                self._learn(engine, call)
             except EngineError as error:
                 traced.fail(error.cause)
                 return received, error
@@ -335,6 +338,13 @@ class Router:
                 self.counts["engine_ms"] += 0 if request.pinned else round(1000 * (time.monotonic() - began))
                 traced.set(tokens=len(received.ids))
         return received, None
+
+    def _learn(self, engine: EngineInfo, call: EngineCall) -> None:
+        """Learn the engine's speed from a request that has ended well, unless the engine paused for new weights."""
+        now, tokens = self._fleet.table.engines.get(engine.id), len(call.received.ids) - 1
+        seconds = call.last_data_at - call.first_data_at
+        if now is not None and now.version == engine.version and tokens >= LEAST_LEARNT and seconds > 0:
+            self.inflight.learn(engine, tokens, seconds)
 
     def _account(
         self, engine: EngineInfo, turn: TurnAssembler, received: ReceivedTokens, error: EngineError | None

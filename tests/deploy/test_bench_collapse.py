@@ -94,14 +94,14 @@ def test_the_page_says_what_was_run_and_what_was_not(tmp_path: Path, monkeypatch
         for remedy, rewards in (("", RISES + FALLS), ("preserve.2", RISES + [0.7] * 50)):
             given = result(rewards, remedy=remedy, seed=seed, curves={} if remedy else SIGNS)
             (tmp_path / f"{collapse.Planned('lag8-lr3-mb4', remedy, seed).name}.json").write_text(json.dumps(given))
-    assert collapse.main(["table", "--setting", "lag8-lr3-mb4"]) == 0
+    assert collapse.main(["table"]) == 0
     text = (tmp_path / "page.md").read_text()
     assert "| coefficient 0 | 2 | 2 | 0.695 (0.695 to 0.695) | 0.300 (0.300 to 0.300) |  | 2 of 2 | 27 |" in text
     assert (
         "| preserve.2 | 2 | 0 | 0.700 (0.700 to 0.700) | 0.700 (0.700 to 0.700) | +0.400 (+0.400 to +0.400) |" in text
     )
     assert text.count("Not run yet.") == 2 and "0 of 0 runs raised an alarm" in text
-    assert (tmp_path / "collapse-remedies.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "collapse-lag8-lr3-mb4.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_with_a_result_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from benchmarks.rollout.routing import BROKEN, OURS, POLICIES
 from benchmarks.rollout.script import Draws, Faults, Script, ScriptPosition
 from foray.cli import main
 from protocol.errors import ForayError
-from rollout_server.engine.selection import Candidate, pick_engine
+from rollout_server.engine.selection import Candidate, Work, pick_engine
 from rollout_server.environment.tokenizer import load_tokenizer
 from tests.support.environments import write_tokenizer
 from tests.support.messages import make_group
@@ -146,7 +146,8 @@ def test_what_the_policies_choose() -> None:
     a, b, c = Candidate("a", 100), Candidate("b", 5), Candidate("c", 50, failures=1)
     policies = {name: make() for name, make in POLICIES.items()}
     assert policies[OURS] is pick_engine
-    asked = {name: [policy([c, b, a], ["a", ""], 10) for _ in range(20)] for name, policy in policies.items()}
+    work = Work(prompt=10, answer=50)
+    asked = {name: [policy([c, b, a], ["a", ""], work) for _ in range(20)] for name, policy in policies.items()}
     assert asked["round_robin"] == ["a", "b"] * 10 and set(asked["random"]) == {"a", "b"}
     assert set(asked["least_loaded"]) == {"b"} and set(asked["sticky"]) == {"a"} and set(asked[BROKEN]) == {"a"}
     assert policies["sticky"]([a, b], ["", "a"], 10) == "b", "a new trajectory does not follow its group"
@@ -281,7 +282,7 @@ async def test_a_search_takes_the_time_of_its_lowest_trajectory(script: Script) 
 
 def test_a_run_in_which_a_trajectory_got_lost_is_no_figure(script: Script) -> None:
     with pytest.raises(ForayError, match="1 different answers"):
-        check(Played(1.0, 0.1, 0.1, 0.0, 0.0, [make_group()]), script)
+        check(Played(1.0, 0.1, 0.1, 0.1, 0.0, 0.0, [make_group()]), script)
 
 
 @pytest.mark.slow

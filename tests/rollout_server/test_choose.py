@@ -6,34 +6,52 @@ import pytest
 
 from protocol.messages import EngineInfo, NodeState
 from rollout_server.engine.admission import PERIOD_S, UNKNOWN_CAPACITY, AimdLimit, InflightTracker
-from rollout_server.engine.selection import Candidate, pick_engine, tokens_of_others
+from rollout_server.engine.selection import Candidate, Work, pick_engine, tokens_of_others
 
 
-def at(name: str, load: float, busy: int = 0, failures: int = 0) -> Candidate:
-    return Candidate(name, load, busy, failures)
+def at(name: str, pace: float = 1.0, load: float = 0.0, busy: int = 0, failures: int = 0) -> Candidate:
+    return Candidate(name, load, busy, failures, pace)
 
 
 @pytest.mark.parametrize(
     ("engines", "usual", "expected"),
     [
-        ([at("a", 0), at("b", 0)], [], "a"),
-        ([at("a", 9), at("b", 1)], [], "b"),
-        ([at("a", 0, busy=3), at("b", 0, busy=1)], [], "b"),
-        ([at("a", 0), at("b", 400)], ["b", ""], "b"),
-        ([at("a", 0), at("b", 401)], ["b", ""], "a"),
-        ([at("a", 1000), at("b", 2400)], ["b", ""], "b"),
-        ([at("a", 1000), at("b", 2401)], ["b", ""], "a"),
-        ([at("a", 0), at("b", 50)], ["gone", "b"], "b"),
-        ([at("a", 0), at("b", 50), at("c", 60)], ["b", "c"], "b"),
-        ([at("a", 900), at("b", 0, failures=1)], [], "a"),
-        ([at("a", 900), at("b", 0, failures=1)], ["b", "b"], "a"),
-        ([at("a", 0, failures=2), at("b", 5, failures=1)], ["a", ""], "b"),
+        ([at("a"), at("b")], [], "a"),
+        ([at("a", 1.2), at("b", 1.1)], [], "b"),
+        ([at("a", load=9), at("b", load=1)], [], "b"),
+        ([at("a", busy=3), at("b", busy=1)], [], "b"),
+        # 50 tokens of an answer, and 320 of the prompt for ten more where they are not cached
+        ([at("a", 1.0), at("b", 1.2)], ["b", ""], "b"),
+        ([at("a", 1.0), at("b", 1.21)], ["b", ""], "a"),
+        ([at("a"), at("b", 1.19)], ["", "b"], "b"),
+        ([at("a"), at("b", 1.1), at("c", 1.1)], ["b", "c"], "b"),
+        ([at("a"), at("b", 1.1)], ["gone", "b"], "a"),
+        ([at("a", 9), at("b", failures=1)], [], "a"),
+        ([at("a", 9), at("b", failures=1)], ["b", "b"], "a"),
+        ([at("a", failures=2), at("b", 5, failures=1)], ["a", ""], "b"),
     ],
 )
-def test_which_engine_gets_a_turn_of_a_hundred_tokens(
-    engines: list[Candidate], usual: list[str], expected: str
-) -> None:
-    assert pick_engine(engines, usual, 100) == expected
+def test_which_engine_gets_a_turn(engines: list[Candidate], usual: list[str], expected: str) -> None:
+    assert pick_engine(engines, usual, Work(prompt=320, answer=50)) == expected
+
+
+def test_the_pace_of_an_engine_is_its_learnt_speed_at_its_load_and_the_others_is_assumed_until_then() -> None:
+    inflight = InflightTracker(adaptive=True, clock=lambda: 0.0)
+    slow, fast, new = (engine(id=name, max_running=10) for name in "abc")
+    for one in (slow, fast):
+        inflight.add(one, 100)
+    assert inflight.pace(slow) == pytest.approx(1.2) and inflight.pace(new) == pytest.approx(1.1)
+    inflight.learn(slow, 50, 50 * 0.11)
+    inflight.learn(fast, 10, 10 * 0.022)
+    assert inflight.pace(slow) == pytest.approx(0.12) and inflight.pace(fast) == pytest.approx(0.024)
+    inflight.update([slow, fast, new])
+    assert inflight.pace(new) == pytest.approx(0.06 * 1.1)
+    inflight.learn(slow, 50, 50 * 0.11 * 17)
+    assert inflight.pace(slow) == pytest.approx(0.24), "a sixteenth of what is new"
+    inflight.update([engine(id="a", max_running=10, running=4, waiting=2)])
+    assert inflight.pace(slow) == pytest.approx(0.2 * 1.7), "five requests of other servers"
+    inflight.learn_length(160)
+    assert inflight.turn_tokens == 64 + 6
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from rollout_server.engine.client import EngineCall, SglangClient
 from rollout_server.engine.continuation import TurnAssembler
 from rollout_server.engine.decoding import ReceivedTokens
 from rollout_server.engine.health import EJECTION_S, LIMIT, LONGEST_RETRY_S, EngineHealth
-from rollout_server.engine.router import Router, TurnLimits, size_of
-from rollout_server.engine.selection import Candidate, pick_engine
+from rollout_server.engine.router import Router, TurnLimits
+from rollout_server.engine.selection import Candidate, Work, pick_engine
 from tests.support.fake_engine import FakeServer, Fault, next_ids
 from tests.support.waiting import eventually
 
@@ -177,7 +177,7 @@ async def test_a_trajectory_stays_with_its_engine_and_a_group_starts_together() 
 
         async def trajectory(group: str, session: str) -> None:
             for turn in range(4):
-                done = await router(request([1] * (turn + 1), session=session, group=group))
+                done = await router(request([1] * 300 * (turn + 1), session=session, group=group))
                 used.setdefault(group, Counter())[done.engine] += 1
 
         await asyncio.gather(*(trajectory(f"g{g}", f"g{g}-{i}") for g in range(6) for i in range(3)))
@@ -539,11 +539,11 @@ def choose_among_all(router: Router, asked: GenerateRequest, failures: dict[str,
     usual = [router._engine_of.get(name, "") for name in (f"s:{asked.session}", f"g:{asked.group}")]
     own = "" if failures.get(usual[0]) else usual[0]
     found = [
-        Candidate(e.id, router.inflight.load(e), e.running + e.waiting, failures.get(e.id, 0))
+        Candidate(e.id, router.inflight.load(e), e.running + e.waiting, failures.get(e.id, 0), router.inflight.pace(e))
         for e in router.candidates(pinned=asked.pinned)
         if (e.id == own or not returning) and router.inflight.has_capacity(e, returning=e.id == own)
     ]
-    return pick_engine(found, usual, size_of(asked)) if found else ""
+    return pick_engine(found, usual, Work(len(asked.ids), router.inflight.turn_tokens)) if found else ""
 
 
 async def test_the_index_gives_the_choice_and_the_candidates_of_a_look_at_every_engine(
