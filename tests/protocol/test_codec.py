@@ -129,7 +129,7 @@ def test_messages_are_equal_if_their_arrays_are() -> None:
 )
 def test_a_wrong_segment_cannot_be_made_either(change: dict[str, Any]) -> None:
     assert Segment(**{"owner": "environment", "ids": np.asarray([1], np.int64)}).ids.dtype == np.int32
-    with pytest.raises(ValueError, match=".+"):
+    with pytest.raises(ValueError, match=r".+"):
         Segment(**{"owner": "environment", "ids": np.asarray([1])} | change)
 
 
