@@ -2,6 +2,8 @@
 
 `decode` checks in this order: size, envelope, kind, then the types and limits of the body (msgspec), then what its
 fields must have in common and the number of values. It raises `ProtocolError` with a `reason`, and no other exception.
+Bytes that it refuses, and large ones, are also read as plain values: what is not msgpack has its own reason. A field of
+an unknown name is skipped unread, whatever its bytes.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ def write_body(message: Message) -> bytes:
 def read_body(kind: type[M], raw: bytes | msgspec.Raw, name: str) -> M:
     """Decode a message without an envelope. Raises InvalidBody, whatever is wrong."""
     try:
-        message = _reader(kind)(raw)
+        message: M = _reader(kind)(raw)
         message.check()
         return message
     except (ValueError, RecursionError, OverflowError) as error:

@@ -182,6 +182,45 @@ def test_a_wrong_segment_is_an_invalid_body(change: dict[str, object]) -> None:
         codec.decode(_with_segment(change))
 
 
+TASK = {"seq": 7, "question": {"id": "q", "text": "?"}, "group_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sampling": {"temperature": 1}}, ""),  # an int where a float is meant: the only conversion
+        ({"seq": 7.0}, "invalid_body"),
+        ({"seq": "7"}, "invalid_body"),
+        ({"seq": True}, "invalid_body"),
+        ({"seq": 1 << 63}, "invalid_body"),
+        ({"seq": None}, "invalid_body"),
+        ({"sampling": {"top_p": "1"}}, "invalid_body"),
+        ({"sampling": {"temperature": float("nan")}}, "invalid_body"),
+        ({"question": {"id": b"q", "text": "?"}}, "invalid_body"),
+        ({"question": {"id": "q"}}, "invalid_body"),
+        ({"question": {"id": "q", "text": "?", "meta": {"a": [1]}}}, "invalid_body"),
+        ({"question": {"id": "q", "text": "?", "meta": {str(n): n for n in range(65)}}}, "invalid_body"),
+        ({"question": {"id": "q", "text": "?", "answers": [""] * 65537}}, "corrupt"),
+        ({"question": {"id": "q", "text": b"\xff"}}, "invalid_body"),
+        ({"question": {"id": "q", "text": "\udcff"}}, "corrupt"),
+        ({7: 7}, "corrupt"),
+        ({b"seq": 7}, "invalid_body"),
+        ({"\udcff": 7}, ""),  # a field of another name is skipped unread
+        ({"colour": [{"a": "\udcff"}]}, ""),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_each_wrong_value_has_its_reason(change: dict[Any, Any], reason: str) -> None:
+    body = {key: value for key, value in TASK.items() if key.encode() not in change} | change
+    raw = msgpack.packb({"v": [1, 7], "kind": "task", "body": body}, unicode_errors="surrogateescape")
+    try:
+        found = ""
+        codec.decode(raw)
+    except ProtocolError as error:
+        found = error.reason
+    assert found == reason
+
+
 def test_each_wrong_envelope_has_its_own_error() -> None:
     pack = lambda value: msgpack.packb(value, use_bin_type=True)  # noqa: E731
     good = codec.encode(EXAMPLES["task"])
