@@ -35,23 +35,24 @@ _WRITTEN = tuple(_DTYPES.values())
 
 
 def read_array(kind: Any, value: Any) -> npt.NDArray[Any]:
-    """Return `value`, bytes of the wire or an array, as a read-only array of the field type `kind`. Raises ValueError.
+    """Return `value`, bytes of the wire, an array or numbers, as a read-only array of the field type `kind`.
 
-    An array that Python code gives is copied, unless it is read-only already.
+    Raises ValueError. An array is copied, unless it is read-only already.
     """
     dtype = _DTYPES[kind]
     if type(value) is bytes:
         return np.frombuffer(value, dtype)
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, np.ndarray | list | tuple):
         raise ValueError(f"expected bytes of {dtype.name}, not {type(value).__name__}")
-    if value.ndim != 1:
-        raise ValueError(f"expected one dimension, not {value.ndim}")
-    if value.dtype == dtype and value.flags.c_contiguous and not value.flags.writeable:
-        return value
-    if value.size and not np.can_cast(value.dtype, dtype, "same_kind"):
-        raise ValueError(f"expected {dtype.name}, not {value.dtype.name}")
-    array = value.astype(dtype)
-    if dtype.kind == "i" and not np.array_equal(array, value):
+    given: npt.NDArray[Any] = np.asarray(value)
+    if given.ndim != 1:
+        raise ValueError(f"expected one dimension, not {given.ndim}")
+    if given.dtype == dtype and given.flags.c_contiguous and not given.flags.writeable:
+        return given
+    if given.size and not np.can_cast(given.dtype, dtype, "same_kind"):
+        raise ValueError(f"expected {dtype.name}, not {given.dtype.name}")
+    array = given.astype(dtype)
+    if dtype.kind == "i" and not np.array_equal(array, given):
         raise ValueError(f"contains a number outside the range of {dtype.name}")
     array.flags.writeable = False
     return array

@@ -246,7 +246,7 @@ class Trajectory(Message, frozen=True, kw_only=True, dict=True):
         return max((span.version for s in self.segments for span in s.spans), default=None)
 
 
-class TrajectoryGroup(Message, frozen=True, kw_only=True):
+class TrajectoryGroup(Message, frozen=True, kw_only=True, weakref=True):
     """All trajectories of one seq, which is one occurrence of a question: the unit on the wire, published once per seq.
 
     run             the run's id
