@@ -1,4 +1,4 @@
-"""numpy arrays as message fields: raw little-endian bytes of a fixed dtype on the wire.
+"""The base of wire messages and the types of their fields. Arrays are raw little-endian bytes of a fixed dtype.
 
 A list of ints takes 17 times as long to encode, and five bytes of input may become hundreds of bytes of memory.
 Raw bytes cannot grow that way.
@@ -6,65 +6,94 @@ Raw bytes cannot grow that way.
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any
+import sys
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from msgspec import Meta
 
+MAX_NAME, MAX_TEXT, MAX_ITEMS = 256, 1 << 20, 65536
+"""Maximum lengths: of the two kinds of strings, in characters, and of lists without a limit of their own."""
 
-class _Wire:
-    """Return the pydantic schema of a one-dimensional array of `dtype`, read from and written as bytes."""
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Number = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+NonNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
-    def __init__(self, dtype: str, *, finite: bool = False) -> None:
-        self.dtype = np.dtype(dtype)
-        self.finite = finite
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            self._read, serialization=core_schema.plain_serializer_function_ser_schema(self._write)
-        )
-
-    def _read(self, value: Any) -> npt.NDArray[Any]:
-        if isinstance(value, bytes):
-            if len(value) % self.dtype.itemsize:
-                raise ValueError(f"{len(value)} bytes are not a whole number of {self.dtype.name}")
-            array = np.frombuffer(value, dtype=self.dtype)
-        elif isinstance(value, np.ndarray | list | tuple):
-            array = self._convert(np.asarray(value))
-        else:
-            raise ValueError(f"expected bytes of {self.dtype.name}, not {type(value).__name__}")
-        if self.finite and len(array) and not _extremes_finite(array):
-            raise ValueError("contains a number that is not finite")
-        return array
-
-    def _convert(self, given: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if given.ndim != 1:
-            raise ValueError(f"expected one dimension, not {given.ndim}")
-        if given.size and not np.can_cast(given.dtype, self.dtype, "same_kind"):
-            raise ValueError(f"expected {self.dtype.name}, not {given.dtype.name}")
-        array = given.astype(self.dtype)
-        if self.dtype.kind == "i" and given.size and not np.array_equal(array, given):
-            raise ValueError(f"contains a number outside the range of {self.dtype.name}")
-        array.flags.writeable = False
-        return array
-
-    def _write(self, array: npt.NDArray[Any]) -> bytes:
-        return array.astype(self.dtype, copy=False).tobytes()
-
-
-def _extremes_finite(array: npt.NDArray[Any]) -> bool:
-    """Return whether the least and the greatest number are finite; a NaN counts as both.
-
-    For the lengths of turns `argmin` and `argmax` take half the time of `isfinite(array).all()`.
-    """
-    return math.isfinite(array.item(array.argmin())) and math.isfinite(array.item(array.argmax()))
-
-
-Int32Array = Annotated[npt.NDArray[np.int32], _Wire("<i4")]
+Int32Array = npt.NDArray[np.int32]
 """[n] int32, little-endian on the wire."""
 
-Float32Array = Annotated[npt.NDArray[np.float32], _Wire("<f4", finite=True)]
-"""[n] float32, little-endian on the wire, every number finite."""
+Float32Array = npt.NDArray[np.float32]
+"""[n] float32, little-endian on the wire."""
+
+_DTYPES = {Int32Array: np.dtype("<i4"), Float32Array: np.dtype("<f4")}
+_WRITTEN = tuple(_DTYPES.values())
+
+
+def read_array(kind: Any, value: Any) -> npt.NDArray[Any]:
+    """Return `value`, bytes of the wire, an array or numbers, as a read-only array of the field type `kind`.
+
+    Raises ValueError. An array is copied, unless it is read-only already.
+    """
+    dtype = _DTYPES[kind]
+    if type(value) is bytes:
+        return np.frombuffer(value, dtype)
+    if not isinstance(value, np.ndarray | list | tuple):
+        raise ValueError(f"expected bytes of {dtype.name}, not {type(value).__name__}")
+    given: npt.NDArray[Any] = np.asarray(value)
+    if given.ndim != 1:
+        raise ValueError(f"expected one dimension, not {given.ndim}")
+    if given.dtype == dtype and given.flags.c_contiguous and not given.flags.writeable:
+        return given
+    if given.size and not np.can_cast(given.dtype, dtype, "same_kind"):
+        raise ValueError(f"expected {dtype.name}, not {given.dtype.name}")
+    array = given.astype(dtype)
+    if dtype.kind == "i" and not np.array_equal(array, given):
+        raise ValueError(f"contains a number outside the range of {dtype.name}")
+    array.flags.writeable = False
+    return array
+
+
+def write_array(value: Any) -> memoryview:
+    """Return the bytes of an array, which msgspec cannot write itself. Raises TypeError for anything else."""
+    if not isinstance(value, np.ndarray) or value.dtype not in _WRITTEN:
+        raise TypeError(f"a message cannot hold a {getattr(value, 'dtype', type(value).__name__)}")
+    return value.data
+
+
+class _Checked(msgspec.StructMeta):
+    """Makes a call of the class check the fields like the decoder: msgspec leaves that to the type checker."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, **fields: Any) -> Any:
+            made = msgspec.convert(fields, cls, dec_hook=read_array)
+            made.check()
+            return made
+
+
+class Message(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True):
+    """Base of all wire messages: frozen, and checked when it is made or decoded. Raises ValueError (types and limits:
+    msgspec.ValidationError). Unknown fields are ignored: a newer minor version may have added them.
+
+    `model_copy` and `model_dump` have the names that settings have.
+    """
+
+    def check(self) -> None:
+        """Raise ValueError if the fields, each of which is valid, do not agree."""
+
+    def model_copy(self, *, update: Mapping[str, Any]) -> Self:
+        """Return a copy with the fields in `update`, which are not checked."""
+        return msgspec.structs.replace(self, **update)
+
+    def model_dump(self, *, include: Collection[str] = ()) -> dict[str, Any]:
+        """Return the fields, or those in `include`, as plain values; arrays as bytes."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if not include or name in include}
+        plain: dict[str, Any] = msgspec.to_builtins(
+            fields, enc_hook=lambda value: bytes(write_array(value)), builtin_types=(bytes,)
+        )
+        return plain

@@ -5,19 +5,16 @@ Rank 0 plans a batch from headers alone (lengths, rewards, versions). Each rank 
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field, ValidationError
-
-from protocol.codec import checksum, encode, pack, unpack
-from protocol.errors import CorruptMessage, InvalidBody
-from protocol.messages import Count, GroupFailed, Message, Name, Number, TrajectoryGroup
+from protocol.arrays import Count, Message, Name, Number
+from protocol.codec import checksum, encode, read_body, refusing, write_body
+from protocol.errors import CorruptMessage
+from protocol.messages import GroupFailed, TrajectoryGroup
 from protocol.versions import PolicyVersion
 
 MAX_HEADER_BYTES = 1 << 20
 
 
-class EntryHeader(Message):
+class EntryHeader(Message, frozen=True, kw_only=True):
     """Metadata of an entry that the learner needs before it reads the body.
 
     lengths   tokens of each trajectory, prompt and observations included
@@ -38,8 +35,8 @@ class EntryHeader(Message):
     sampled: tuple[Count, ...] = ()
     rewards: tuple[Number, ...] = ()
     votes: tuple[bool, ...] = ()
-    first: Annotated[tuple[int, int], Field()] = (0, 0)
-    last: Annotated[tuple[int, int], Field()] = (0, 0)
+    first: tuple[int, int] = (0, 0)
+    last: tuple[int, int] = (0, 0)
 
     @property
     def first_version(self) -> PolicyVersion:
@@ -67,25 +64,21 @@ def seal(message: TrajectoryGroup | GroupFailed) -> tuple[bytes, bytes]:
             attempt=message.attempt,
             num_bytes=len(body),
             crc=checksum(body),
-            lengths=tuple(len(t.ids) for t in message.trajectories),
+            lengths=tuple(sum(len(s.ids) for s in t.segments) for t in message.trajectories),
             sampled=tuple(t.num_sampled for t in message.trajectories),
             rewards=tuple(t.reward for t in message.trajectories),
             votes=tuple(t.status.is_valid for t in message.trajectories),
             first=min(versions, default=(0, 0)),
             last=max(versions, default=(0, 0)),
         )
-    return pack(header.model_dump(mode="python")), body
+    return write_body(header), body
 
 
 def read_header(raw: bytes) -> EntryHeader:
     """Decode a header. Raises CorruptMessage or InvalidBody."""
     if len(raw) > MAX_HEADER_BYTES:
         raise CorruptMessage(f"a header of {len(raw)} bytes")
-    try:
-        return EntryHeader.model_validate(unpack(raw))
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        raise InvalidBody(f"header.{'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from None
+    return refusing(raw, lambda raw: read_body(EntryHeader, raw, "header"))
 
 
 def check_body(header: EntryHeader, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The wire messages: frozen models, with the shape of every array.
+"""The wire messages: frozen structs, with the shape of every array.
 
 Compatibility rules (a reader of schema 1.x reads every 1.y):
   1. add a field only with a default; 2. never change the meaning or type of a field; 3. never reuse a name;
@@ -7,7 +7,8 @@ Compatibility rules (a reader of schema 1.x reads every 1.y):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
@@ -15,28 +16,19 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from msgspec import Meta, field, structs
 
-from protocol.arrays import Float32Array, Int32Array
+from protocol.arrays import MAX_ITEMS, Count, Float32Array, Int32Array, Message, Name, NonNegative, Number, Text
 from protocol.versions import PolicyVersion
 
 Scalar = str | int | float | bool | None
-Text = Annotated[str, Field(max_length=1 << 20)]
-Name = Annotated[str, Field(max_length=256)]
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
 
 MAX_SEGMENTS = 1024
 MAX_GROUP = 4096
+NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-class Message(BaseModel):
-    """Base of all wire messages. Unknown fields are ignored: a newer minor version may have added them."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants", arbitrary_types_allowed=True)
-
-
-class Question(Message):
+class Question(Message, frozen=True, kw_only=True):
     """A question with its gold answers, e.g. Question(id="nq-7", text="who wrote Emma?", answers=("Jane Austen",)).
 
     meta  `source`, the data set; `supporting_ids`, as `supporting_meta` writes them; further fields of its row
@@ -44,8 +36,8 @@ class Question(Message):
 
     id: Name
     text: Text
-    answers: tuple[Text, ...] = ()
-    meta: dict[Name, Scalar] = Field(default_factory=dict, max_length=64)
+    answers: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    meta: Annotated[dict[Name, Scalar], Meta(max_length=64)] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -66,21 +58,21 @@ def supporting_meta(names: Iterable[str]) -> str:
     return "".join(f"{name}\n" for name in names) if any("," in name for name in names) else ",".join(names)
 
 
-class Sampling(Message):
+class Sampling(Message, frozen=True, kw_only=True):
     """Sampling parameters. They define the log-probs: those of softmax(logits / T)."""
 
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: int = -1
 
 
-class Task(Message):
+class Task(Message, frozen=True, kw_only=True):
     """One occurrence of a question to roll out: seq `seq`, for the `attempt`-th time."""
 
     seq: Count
     attempt: Count = 1
     question: Question
-    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP)]
+    group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP)]
     sampling: Sampling = Sampling()
 
 
@@ -92,7 +84,7 @@ class Owner(StrEnum):
     ENVIRONMENT = "environment"
 
 
-class VersionSpan(Message):
+class VersionSpan(Message, frozen=True, kw_only=True):
     """Tokens [start, end) of a segment, sampled by policy version (epoch, step)."""
 
     epoch: Count
@@ -105,7 +97,7 @@ class VersionSpan(Message):
         return PolicyVersion(self.epoch, self.step)
 
 
-class Segment(Message):
+class Segment(Message, frozen=True, kw_only=True):
     """A sequence of tokens with one owner.
 
     ids       [n] int32
@@ -122,35 +114,48 @@ class Segment(Message):
 
     owner: Owner
     ids: Int32Array
-    logprobs: Float32Array = Field(default_factory=lambda: np.zeros(0, np.float32))
-    spans: tuple[VersionSpan, ...] = Field(default=(), max_length=4096)
+    logprobs: Float32Array = NO_LOGPROBS
+    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=4096)] = ()
     finish_reason: Name = ""
     engine: Name = ""
     query: Text = ""
-    passage_ids: tuple[Name, ...] = Field(default=(), max_length=1000)
-    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    passage_ids: Annotated[tuple[Name, ...], Meta(max_length=1000)] = ()
+    latency_s: NonNegative = 0.0
     error: Name = ""
     tool: Name = ""
     reward: Number = 0.0
 
-    @model_validator(mode="after")
-    def _lengths_agree(self) -> Segment:
-        expected = len(self.ids) if self.owner is Owner.POLICY else 0
-        if len(self.logprobs) != expected:
-            raise ValueError(f"{len(self.logprobs)} log-probs for {len(self.ids)} {self.owner} tokens")
-        # argmax and argmin take a quarter of the time of max and min for the lengths of turns
-        if expected and self.logprobs.item(self.logprobs.argmax()) > 1e-3:
-            raise ValueError("a log-prob is above zero")
+    def check(self) -> None:
+        check_segments((self,))
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all fields are equal, arrays by their elements."""
+        if not isinstance(other, Segment):
+            return NotImplemented
+        pairs = zip(structs.astuple(self), structs.astuple(other), strict=True)
+        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+
+
+def check_segments(segments: Sequence[Segment]) -> None:
+    """Raise ValueError unless log-probs and version spans cover the policy's tokens and nothing else, log-probs are
+    finite and not positive, and ids not negative. The values of all segments are compared at once: it is faster."""
+    for segment in segments:
+        expected = len(segment.ids) if segment.owner is Owner.POLICY else 0
+        if len(segment.logprobs) != expected:
+            raise ValueError(f"{len(segment.logprobs)} log-probs for {len(segment.ids)} {segment.owner} tokens")
         position = 0
-        for span in self.spans:
+        for span in segment.spans:
             if span.start != position or span.end <= span.start:
                 raise ValueError(f"version spans leave a gap or overlap at token {position}")
             position = span.end
         if position != expected:
             raise ValueError(f"version spans end at {position} of {expected} tokens")
-        if len(self.ids) and self.ids.item(self.ids.argmin()) < 0:
-            raise ValueError("a token id is negative")
-        return self
+    ids = np.concatenate([NO_IDS, *(segment.ids for segment in segments)])
+    if len(ids) and ids.min() < 0:
+        raise ValueError("a token id is negative")
+    logprobs = np.concatenate([NO_LOGPROBS, *(segment.logprobs for segment in segments)])
+    if len(logprobs) and not (logprobs.max() <= 1e-3 and logprobs.min() > -math.inf):
+        raise ValueError("a log-prob is above zero or not finite")
 
 
 class Status(StrEnum):
@@ -171,7 +176,7 @@ class Status(StrEnum):
         return self not in (Status.STALE, Status.FAILED)
 
 
-class Trajectory(Message):
+class Trajectory(Message, frozen=True, kw_only=True, dict=True):
     """One answer of the policy to a question: one or more training sequences, which share its reward (schema 1.7).
 
     The first segment is the prompt. A later prompt segment begins the next sequence: the policy was given that prompt
@@ -185,18 +190,18 @@ class Trajectory(Message):
 
     status: Status
     cause: Name = ""
-    segments: tuple[Segment, ...] = Field(max_length=MAX_SEGMENTS)
+    segments: Annotated[tuple[Segment, ...], Meta(max_length=MAX_SEGMENTS)]
     reward: Number = 0.0
-    rewards: dict[Name, Number] = Field(default_factory=dict, max_length=64)
+    rewards: Annotated[dict[Name, Number], Meta(max_length=64)] = field(default_factory=dict)
     answer: Text = ""
     turns: Count = 0
     searches: Count = 0
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    seconds: NonNegative = 0.0
 
     @cached_property
     def ids(self) -> npt.NDArray[np.int32]:
         """Return [T] int32: all tokens, in order."""
-        return np.concatenate([s.ids for s in self.segments] or [np.zeros(0, np.int32)])
+        return np.concatenate([s.ids for s in self.segments] or [NO_IDS])
 
     @property
     def sequences(self) -> list[tuple[Segment, ...]]:
@@ -214,7 +219,7 @@ class Trajectory(Message):
     def logprobs(self) -> npt.NDArray[np.float32]:
         """Return [T] float32: behaviour log-probs, 0 where the policy did not sample."""
         parts = [s.logprobs if s.owner is Owner.POLICY else np.zeros(len(s.ids), np.float32) for s in self.segments]
-        return np.concatenate(parts or [np.zeros(0, np.float32)])
+        return np.concatenate(parts or [NO_LOGPROBS])
 
     @cached_property
     def versions(self) -> npt.NDArray[np.int64]:
@@ -241,7 +246,7 @@ class Trajectory(Message):
         return max((span.version for s in self.segments for span in s.spans), default=None)
 
 
-class TrajectoryGroup(Message):
+class TrajectoryGroup(Message, frozen=True, kw_only=True, weakref=True):
     """All trajectories of one seq, which is one occurrence of a question: the unit on the wire, published once per seq.
 
     run             the run's id
@@ -258,12 +263,15 @@ class TrajectoryGroup(Message):
     seq: Count
     attempt: Count = 1
     question: Question
-    trajectories: tuple[Trajectory, ...] = Field(min_length=1, max_length=MAX_GROUP)
+    trajectories: Annotated[tuple[Trajectory, ...], Meta(min_length=1, max_length=MAX_GROUP)]
     sampling: Sampling = Sampling()
     template: Name = ""
     escape_version: Count = 1
     producer: Name = ""
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    seconds: NonNegative = 0.0
+
+    def check(self) -> None:
+        check_segments([segment for trajectory in self.trajectories for segment in trajectory.segments])
 
     def versions(self) -> set[tuple[int, int]]:
         """Return every (epoch, step) that sampled a token."""
@@ -282,7 +290,7 @@ TASK_UNREADABLE = "task_"
 """Prefix of a `GroupFailed` reason if the task could not be decoded, so its attempt number is unknown."""
 
 
-class GroupFailed(Message):
+class GroupFailed(Message, frozen=True, kw_only=True):
     """Report that the last attempt at a seq failed: the learner settles it as dead, with this reason."""
 
     run: Name
@@ -306,7 +314,7 @@ NEEDS_BROADCAST = "it waits for a broadcast:"
 """Prefix of the detail of an engine whose host does not have the announced files."""
 
 
-class WeightUpdate(Message):
+class WeightUpdate(Message, frozen=True, kw_only=True):
     """A published (committed) policy version, which nodes must load.
 
     disk         `path` is a directory with model.safetensors and a manifest
@@ -337,18 +345,18 @@ class WeightUpdate(Message):
         return self.digest.startswith(INITIAL)
 
 
-class WeightBucket(Message):
+class WeightBucket(Message, frozen=True, kw_only=True):
     """Tensors sent in one broadcast: their bytes concatenated in this order, each aligned to its dtype.
 
     Names are those of Hugging Face, dtypes those of torch (e.g. "bfloat16"), with one shape per tensor.
     """
 
-    names: tuple[Name, ...] = Field(max_length=65536)
-    dtypes: tuple[Name, ...] = Field(max_length=65536)
-    shapes: tuple[tuple[Count, ...], ...] = Field(max_length=65536)
+    names: Annotated[tuple[Name, ...], Meta(max_length=MAX_ITEMS)]
+    dtypes: Annotated[tuple[Name, ...], Meta(max_length=MAX_ITEMS)]
+    shapes: Annotated[tuple[tuple[Count, ...], ...], Meta(max_length=MAX_ITEMS)]
 
 
-class WeightView(Message):
+class WeightView(Message, frozen=True, kw_only=True):
     """The transfer of one version to a fixed set of engines, over a process group in which the learner is rank 0.
 
     number    counts the views of an epoch from 1
@@ -367,17 +375,17 @@ class WeightView(Message):
     step: Count
     number: Count
     phase: Literal["prepare", "transfer", "commit", "abort"]
-    members: tuple[Name, ...] = Field(max_length=4096)
-    rank_offsets: tuple[Count, ...] = Field(max_length=4096)
+    members: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+    rank_offsets: Annotated[tuple[Count, ...], Meta(max_length=4096)]
     group: Name
     address: Name
     port: Count
     world_size: Count
     backend: Literal["gloo", "nccl"] = "gloo"
-    buckets: tuple[WeightBucket, ...] = Field(default=(), max_length=65536)
+    buckets: Annotated[tuple[WeightBucket, ...], Meta(max_length=MAX_ITEMS)] = ()
     flattened: bool = True
     deadline: Number = 0.0
-    committed: tuple[Count, ...] = Field(default=(), max_length=64)
+    committed: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
     proof: WeightBucket | None = None
     """A bucket of one tensor that the members hold already: broadcast in a new group before they answer "prepared".
     None: no proof of connection is needed, or a member cannot give it."""
@@ -387,7 +395,7 @@ class WeightView(Message):
         return PolicyVersion(self.epoch, self.step)
 
 
-class ViewAnswer(Message):
+class ViewAnswer(Message, frozen=True, kw_only=True):
     """The state of one member of a view.
 
     phase     prepared: in the group; loaded: has every tensor, generation still paused; failed: see `detail`
@@ -405,12 +413,12 @@ class ViewAnswer(Message):
     kind: Name = ""
     checksum: Name = ""
     tensors_sha256: Name = ""
-    unused: tuple[Name, ...] = Field(default=(), max_length=65536)
+    unused: Annotated[tuple[Name, ...], Meta(max_length=MAX_ITEMS)] = ()
     pause_s: Number = 0.0
     transfer_s: Number = 0.0
     verify_s: Number = 0.0
     touched: bool = False
-    detail: Annotated[str, Field(max_length=2000)] = ""
+    detail: Annotated[str, Meta(max_length=2000)] = ""
     token: Name = ""
     """`protocol.runtime.http.auth.member_token` of the member and the group; "" without a node token."""
 
@@ -428,7 +436,7 @@ class NodeState(StrEnum):
     GONE = "gone"
 
 
-class EngineInfo(Message):
+class EngineInfo(Message, frozen=True, kw_only=True):
     """What a node reports about its engine. Renewed with each heartbeat; removed when its lease expires."""
 
     id: Name
@@ -443,14 +451,14 @@ class EngineInfo(Message):
     max_running: Count = 0
     running: Count = 0
     waiting: Count = 0
-    tokens_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    token_usage: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    tokens_per_s: NonNegative = 0.0
+    token_usage: NonNegative = 0.0
     updates: Count = 0
-    pause_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    detail: Annotated[str, Field(max_length=2000)] = ""
+    pause_s: NonNegative = 0.0
+    detail: Annotated[str, Meta(max_length=2000)] = ""
     transports: tuple[Transport, ...] = ("disk",)
     """Weight transports that the engine supports."""
-    ranks: Annotated[int, Field(ge=1)] = 1
+    ranks: Annotated[int, Meta(ge=1)] = 1
     """Ranks of the engine in a weight-update group (tensor parallel size)."""
     adapter: Name = ""
     """Name of the LoRA adapter that holds `version`; requests must name it. "": the base weights hold it."""
@@ -458,14 +466,14 @@ class EngineInfo(Message):
     """Capacity of its KV cache in tokens; 0 if unknown."""
     retractions: Count = 0
     """Requests retracted for lack of KV cache since its start: a sign of too much concurrency."""
-    pace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    pace_s: NonNegative = 0.0
     """Seconds of its slowest recent step, the one in progress included: limits on its answers are multiples of it."""
     dtype: Name = ""
     """dtype of its weights, as torch names it; "" if it does not report tensors one by one."""
     layout: Name = ""
     """What its checksum depends on besides the weights, e.g. "sglang/tp2/pp1/dp1/ep1/bfloat16/none": engine, parallel
     sizes, dtype, quantization. "": `kind` alone."""
-    versions: dict[Name, Name] = Field(default_factory=dict, max_length=16)
+    versions: Annotated[dict[Name, Name], Meta(max_length=16)] = field(default_factory=dict)
     """Versions of "engine", "torch" and "nccl" in its environment, where known."""
     proves: bool = False
     """It can take part in the proof of a new group (`WeightView.proof`)."""
@@ -480,12 +488,12 @@ class EngineInfo(Message):
         return self.detail.startswith(NEEDS_BROADCAST)
 
 
-class MetricsSnapshot(Message):
+class MetricsSnapshot(Message, frozen=True, kw_only=True):
     """Metrics of one process: gauges, and counters since its start. `waits`: seconds spent waiting, by cause."""
 
     process: Name
     id: Name
-    uptime_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    values: dict[Name, Number] = Field(default_factory=dict, max_length=1024)
-    waits: dict[Name, Number] = Field(default_factory=dict, max_length=64)
-    text: dict[Name, Text] = Field(default_factory=dict, max_length=64)
+    uptime_s: NonNegative = 0.0
+    values: Annotated[dict[Name, Number], Meta(max_length=1024)] = field(default_factory=dict)
+    waits: Annotated[dict[Name, Number], Meta(max_length=64)] = field(default_factory=dict)
+    text: Annotated[dict[Name, Text], Meta(max_length=64)] = field(default_factory=dict)

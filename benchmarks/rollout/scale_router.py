@@ -86,8 +86,8 @@ class Table(Fleet):
 def registration(name: str, url: str) -> bytes:
     """Return the body of an engine's registration."""
     assert STARTED is not None
-    facts = {"epoch": STARTED.epoch, "step": STARTED.step, "state": NodeState.READY, "max_running": 8192}
-    return encode(EngineInfo(id=name, url=f"{url}/{name}", incarnation="i", **facts))
+    facts: dict[str, Any] = {"epoch": STARTED.epoch, "step": STARTED.step, "max_running": 8192}
+    return encode(EngineInfo(id=name, url=f"{url}/{name}", incarnation="i", state=NodeState.READY, **facts))
 
 
 @asynccontextmanager

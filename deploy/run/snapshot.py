@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deploy.run.history import RunHistory
 from deploy.run.redis_server import connect
 from protocol import events
+from protocol.arrays import Message
 from protocol.codec import decode_as, number_of
 from protocol.errors import ForayError, ProtocolError, UserError
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
 from protocol.ledger import Ledger
-from protocol.messages import EngineInfo, Message, MetricsSnapshot, WeightUpdate
+from protocol.messages import EngineInfo, MetricsSnapshot, WeightUpdate
 from protocol.run_meta import another_run_error, lineage_id_of
 from protocol.runtime.files import lineage_of
 from protocol.runtime.redis.url import redacted

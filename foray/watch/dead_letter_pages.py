@@ -73,7 +73,7 @@ def read_facts(letter: DeadLetter) -> tuple[dict[str, Any], dict[str, str]]:
     if letter.header:
         try:
             header = read_header(letter.header)
-            facts = header.model_dump(mode="json")
+            facts = header.model_dump()
             check_body(header, letter.body)
         except ProtocolError as error:
             said["checked"] = f"{error.reason}: {error}"

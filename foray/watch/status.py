@@ -387,8 +387,8 @@ def to_json(snapshot: RunSnapshot, *, max_lag: int) -> dict[str, Any]:
         },
         "learner_epoch": snapshot.learner_epoch,
         "lease_ms": snapshot.lease_ms,
-        "engines": [e.model_dump(mode="json") | {"version": e.version.label} for e in snapshot.engines],
-        "processes": [p.model_dump(mode="json") for p in snapshot.processes],
+        "engines": [e.model_dump() | {"version": e.version.label} for e in snapshot.engines],
+        "processes": [p.model_dump() for p in snapshot.processes],
         "streams": {
             "tasks_waiting": snapshot.tasks.waiting,
             "tasks_leased": snapshot.tasks.held,

@@ -162,7 +162,7 @@ class TranscriptPart:
             "versions": [[span.version.label, span.start, span.end] for span, _, _ in self.sampled],
             "lags": [behind for _, behind, _ in self.sampled],
             "not_trained": self.not_trained,
-            **segment.model_dump(mode="json", include=OF_SEGMENT),
+            **segment.model_dump(include=OF_SEGMENT),
         }
 
     def pieces(self) -> list[dict[str, Any]]:
@@ -247,7 +247,7 @@ def to_json(shown: Shown, tokens: Decoder) -> dict[str, Any]:
         "group_rewards": [t.reward for t in group.trajectories],
         "valid": trajectory.status.is_valid,
         "reward_minus_mean": trajectory.reward - sum(valid) / len(valid) if trajectory.status.is_valid else None,
-        **trajectory.model_dump(mode="json", include=OF_TRAJECTORY),
+        **trajectory.model_dump(include=OF_TRAJECTORY),
         "sampled": trajectory.num_sampled,
         "tokens": len(trajectory.ids),
         "segments": [part.to_json() for part in transcript(shown, tokens)],

@@ -16,13 +16,14 @@ from __future__ import annotations
 import logging
 import os
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from isal import isal_zlib
 
 from protocol.codec import MAX_BYTES, decode_as, pack, unpack
 from protocol.errors import ProtocolError
@@ -69,7 +70,7 @@ def index_of(data: Path) -> Path:
 def index_record(location: FrameLocation) -> bytes:
     """Return the location in the index's format."""
     raw = _RECORD.pack(location.offset, location.length, location.crc, location.epoch, location.step, location.seq)
-    return raw + _CHECK.pack(zlib.crc32(raw))
+    return raw + _CHECK.pack(isal_zlib.crc32(raw))
 
 
 def locations(data: Path) -> list[FrameLocation]:
@@ -92,7 +93,7 @@ def read_frame(file: BinaryIO, location: FrameLocation) -> dict[str, Any] | None
     """Return the frame at `location` of the open file, unpacked; None if it is damaged."""
     file.seek(location.offset)
     raw = file.read(location.length)
-    if len(raw) != location.length or zlib.crc32(raw) != location.crc:
+    if len(raw) != location.length or isal_zlib.crc32(raw) != location.crc:
         log.warning("%s: the group of seq %d at byte %d is damaged", location.path, location.seq, location.offset)
         return None
     frame: dict[str, Any] = unpack(raw)
@@ -111,7 +112,7 @@ def _indexed(data: Path) -> list[FrameLocation]:
         body = raw[at : at + _RECORD.size]
         location = FrameLocation(data, *_RECORD.unpack(body))
         (check,) = _CHECK.unpack_from(raw, at + _RECORD.size)
-        if zlib.crc32(body) != check or location.offset != end + FRAME.size or location.end > size:
+        if isal_zlib.crc32(body) != check or location.offset != end + FRAME.size or location.end > size:
             break
         found.append(location)
         end = location.end
@@ -127,7 +128,7 @@ def _scan(data: Path, start: int) -> Iterator[FrameLocation]:
             offset = file.tell()
             length, crc = FRAME.unpack(head) if len(head) == FRAME.size else (0, 0)
             raw = file.read(length) if 0 < length <= 2 * MAX_BYTES else b""
-            if not raw or len(raw) != length or zlib.crc32(raw) != crc:
+            if not raw or len(raw) != length or isal_zlib.crc32(raw) != crc:
                 log.warning("%s: the frame before byte %d is damaged; skipping the rest of the file", data, file.tell())
                 return
             try:
@@ -221,7 +222,7 @@ class GroupJournal:
         path, begin = Path(file.name), file.tell()
         for header, body in sealed:
             raw = pack({"step": step, "epoch": epoch, **batch, "h": header, "b": body})
-            at, crc = begin + len(data) + FRAME.size, zlib.crc32(raw)
+            at, crc = begin + len(data) + FRAME.size, isal_zlib.crc32(raw)
             data += FRAME.pack(len(raw), crc) + raw
             records += index_record(FrameLocation(path, at, len(raw), crc, epoch, step, read_header(header).seq))
         _write(file, data)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from pydantic import ValidationError
+import msgspec
 
 from learner.config.questions import QuestionSource, question_sources
 from learner.data.formats import FORMATS, detect
 from learner.data.formats.base import ANSWER_FIELDS, Asked, QuestionFormat
-from protocol.codec import LIMITS, pack
+from protocol.codec import LIMITS, write_body
 from protocol.errors import UserError
 from protocol.messages import Question, supporting_meta
 from protocol.runtime.records import SPLITS, Record, RecordKind, RecordReader, RowCount, record_files
@@ -183,9 +183,9 @@ def _question(asked: Asked) -> Question:
         meta["supporting_ids"] = supporting_meta(asked.supporting)
     try:
         question = Question(id=asked.id, text=asked.text, answers=asked.golds, meta=meta)
-        size = len(pack(question.model_dump()))
-    except ValidationError as error:
-        raise ValueError(error.errors()[0]["msg"]) from None
+        size = len(write_body(question))
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
     except (ValueError, OverflowError) as error:  # a number beyond 64 bits, half a surrogate pair
         raise ValueError(f"it cannot be encoded: {str(error)[:200]}") from None
     if size > MAX_QUESTION_BYTES:

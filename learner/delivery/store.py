@@ -17,10 +17,11 @@ import redis
 from learner.delivery.redis_accounts import AccountingStore
 from learner.delivery.redis_setup import prepare
 from protocol import functions
+from protocol.arrays import Message
 from protocol.codec import decode_as, encode, number_of
 from protocol.errors import ProtocolError, StateLost
 from protocol.keys import TASK_GROUP, TRAJ_GROUP, Keys
-from protocol.messages import EngineInfo, Message, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
+from protocol.messages import EngineInfo, MetricsSnapshot, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.errors import translate_errors, unusable
 from protocol.runtime.redis.server import SETTING

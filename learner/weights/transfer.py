@@ -153,9 +153,7 @@ class Transfer:
     def _write(self, phase: str, seconds: float) -> None:
         buckets = self.view.buckets if phase in ("prepare", "transfer") else ()  # nodes poll it
         now = self._link.now()
-        self.view = WeightView.model_validate(
-            {**self.view.model_dump(), "phase": phase, "deadline": now + seconds, "buckets": buckets}
-        )
+        self.view = self.view.model_copy(update={"phase": phase, "deadline": now + seconds, "buckets": buckets})
         self._link.view(self.view, seconds + VIEW_OUTLIVES_S)
 
     def _wait(self, until: Callable[[], bool], deadline: float, phase: str, wakes: Future[None] | None = None) -> None:

@@ -118,7 +118,7 @@ async def _status(request: web.Request) -> web.Response:
     takes = {engine.id for engine in state.router.candidates(pinned=False)}
     engines = [
         {
-            **engine.model_dump(mode="json", include=OF_ENGINE),
+            **engine.model_dump(include=OF_ENGINE),
             "version": engine.version.label,
             "takes_requests": engine.id in takes,
             "unroutable_reason": state.router.unroutable_reason(engine),

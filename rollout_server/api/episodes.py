@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
+from protocol.arrays import MAX_NAME, MAX_TEXT
 from protocol.errors import ForayError
-from protocol.messages import Name, Question, Sampling, Scalar, Segment, Status, Text
+from protocol.messages import Question, Sampling, Scalar, Segment, Status
 from protocol.runtime.lifecycle import cancel_all
 from protocol.versions import PolicyVersion
 from rollout_server.api.evaluation_pin import LOOK_S, EvaluationPin
@@ -28,9 +29,14 @@ from rollout_server.rollout.group import EpisodeResult, PlayOne, run_episode
 from rollout_server.rollout.trajectory import run_trajectory
 from rollout_server.search.base import NoSearch, Search
 
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+
 REPEATS = 3
 """Times to repeat an episode that was sampled at another version than the pinned one. After that it is returned as it
 is: an engine whose version label differs from its node's will always differ."""
+OF_TRAJECTORY = {"status", "cause", "reward", "rewards", "answer", "turns", "searches", "seconds"}
+"""Fields of a trajectory that an episode has under the same name."""
 EPISODE_LIMIT = 100_000
 """Maximum number of episodes in one request."""
 
@@ -218,7 +224,7 @@ class Episodes:
             "index": index,
             **self._policy(),
             "version": "+".join(_versions(result)),
-            **trajectory.model_dump(mode="json", exclude={"segments"}),
+            **trajectory.model_dump(include=OF_TRAJECTORY),
             "metrics": score(trajectory.answer or None, question.answers),
             "tool_calls": dict(Counter(segment.tool for segment in trajectory.segments if segment.tool)),
             "tokens": len(trajectory.ids),
@@ -233,7 +239,7 @@ class Episodes:
             "tokens": len(segment.ids),
             # two versions: the weights changed while the turn was sampled
             "version": "+".join(_labels(segment)),
-            **segment.model_dump(mode="json", include={"owner", "tool", "query", "passage_ids", "error"}),
+            **segment.model_dump(include={"owner", "tool", "query", "passage_ids", "error"}),
         }
 
 

@@ -10,10 +10,11 @@ import secrets
 from dataclasses import dataclass
 from typing import TypeVar
 
+from protocol.arrays import Message
 from protocol.codec import decode_as, encode
 from protocol.errors import ProtocolError, UserError
 from protocol.functions import REGISTER
-from protocol.messages import EngineInfo, Message, ViewAnswer, WeightUpdate, WeightView
+from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.lifecycle import has_ended, process_token
 from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion, VersionPin

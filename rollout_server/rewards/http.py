@@ -11,23 +11,22 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter
+import msgspec
+from pydantic import Field
 
 from rollout_server.rewards.base import RewardInput
 from rollout_server.rewards.remote import JsonEndpoint, RewardServiceSettings
 from rollout_server.rewards.resources import RewardResources
 
-_OUTCOME = TypeAdapter(RewardInput)
-
 
 def outcome_json(outcome: RewardInput) -> dict[str, Any]:
     """Return an outcome as the body of a request."""
-    return {"outcome": _OUTCOME.dump_python(outcome, mode="json")}
+    return {"outcome": msgspec.to_builtins(outcome)}
 
 
 def read_outcome(document: Any) -> RewardInput:
-    """Return the outcome in a decoded body. Raises KeyError or pydantic.ValidationError."""
-    return _OUTCOME.validate_python(document["outcome"])
+    """Return the outcome in a decoded body. Raises KeyError or msgspec.ValidationError."""
+    return msgspec.convert(document["outcome"], RewardInput)
 
 
 class HttpReward:

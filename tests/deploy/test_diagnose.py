@@ -14,7 +14,7 @@ from foray.cli import main
 from foray.watch.findings import REGISTRY, corpus_of, findings
 from foray.watch.findings.base import Evidence, Found, TrainedTrajectory, _title_of
 from foray.watch.transcript import Shown
-from protocol.messages import Question, Status, Trajectory, TrajectoryGroup
+from protocol.messages import Question, Status, TrajectoryGroup
 from protocol.versions import PolicyVersion
 from rollout_server.environment.prompts import TEMPLATES
 from rollout_server.rewards.base import TurnText
@@ -54,7 +54,7 @@ def trajectories(
         question = Question(id=f"q{n}", text="who?", answers=(gold(n),), meta={"supporting_ids": supporting})
         trajectory = make_trajectory(reward(n), version=PolicyVersion(1, 0), status=status)
         changed = {"answer": answer(n), "searches": searches, "cause": cause}
-        one = Trajectory.model_validate(trajectory.model_dump() | changed)
+        one = trajectory.model_copy(update=changed)
         group = TrajectoryGroup(run="r", seq=n + 1, question=question, trajectories=(one,), template="search_r1")
         found.append(TrainedTrajectory(Shown(group, 0, step=n // 4 + 1, epoch=1, max_lag=2), turns))
     return tuple(found)

@@ -174,7 +174,7 @@ def dialect(major: int, minor: int) -> Callable[[Task, bytes, bytes], tuple[byte
         envelope = unpack(body) | {"v": [major, minor]}
         envelope["body"]["a_field_of_the_future"] = 1
         other = pack(envelope)
-        plain = read_header(header).model_dump(mode="python") | {"num_bytes": len(other), "crc": checksum(other)}
+        plain = read_header(header).model_dump() | {"num_bytes": len(other), "crc": checksum(other)}
         return pack(plain | {"another": "field"}), other
 
     return spoil

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import codec
+from protocol.arrays import Message
 from protocol.errors import (
     CorruptMessage,
     InvalidBody,
@@ -22,9 +24,9 @@ from protocol.errors import (
 from protocol.messages import (
     EngineInfo,
     GroupFailed,
-    Message,
     MetricsSnapshot,
     NodeState,
+    Segment,
     Status,
     TrajectoryGroup,
     ViewAnswer,
@@ -33,7 +35,7 @@ from protocol.messages import (
     WeightView,
 )
 from protocol.versions import PolicyVersion
-from tests.support.messages import make_group, make_task, make_trajectory
+from tests.support.messages import make_group, make_task, make_trajectory, policy_segment
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -102,6 +104,43 @@ def test_arrays_keep_dtype_shape_and_are_read_only() -> None:
         trajectory.segments[0].ids[0] = 5
 
 
+def test_messages_are_equal_if_their_arrays_are() -> None:
+    assert make_group() == make_group() and make_group() == codec.decode(codec.encode(make_group()))
+    assert make_group() != make_group(length=3)
+    assert policy_segment([1, 2]) != policy_segment([1, 2], [-0.5, -0.25])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids": np.asarray([1.5])},
+        {"ids": np.asarray([[1]])},
+        {"ids": np.asarray([1 << 31])},
+        {"ids": np.asarray([-1])},
+        {"ids": "1"},
+        {"logprobs": np.asarray([-1.0])},
+        {"owner": "nobody"},
+        {"query": "q" * ((1 << 20) + 1)},
+        {"reward": float("nan")},
+        {"latency_s": -1.0},
+        {"passage_ids": ("p",) * 1001},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_wrong_segment_cannot_be_made_either(change: dict[str, Any]) -> None:
+    assert Segment(**{"owner": "environment", "ids": np.asarray([1], np.int64)}).ids.dtype == np.int32
+    with pytest.raises(ValueError, match=r".+"):
+        Segment(**{"owner": "environment", "ids": np.asarray([1])} | change)
+
+
+def test_an_array_of_another_dtype_is_not_written() -> None:
+    trajectory = make_trajectory()
+    wrong = trajectory.segments[0].model_copy(update={"ids": np.asarray([1, 2])})
+    forged = trajectory.model_copy(update={"segments": (wrong,)})
+    with pytest.raises(TypeError, match="int64"):
+        codec.encode(make_group().model_copy(update={"trajectories": (forged,)}))
+
+
 def _with_body(kind: str, change: dict[str, object]) -> bytes:
     envelope = msgpack.unpackb(codec.encode(EXAMPLES[kind]), raw=False)
     envelope["body"].update(change)
@@ -122,7 +161,9 @@ WRONG = (np.nan, -np.nan, np.inf, -np.inf, 0.5)
     "change",
     [
         {"ids": b"\x01\x02\x03"},
-        {"ids": [1, 2]},
+        {"ids": [1, 1 << 31]},
+        {"ids": [1, "2"]},
+        {"ids": [[1], [2]]},
         {"ids": "text"},
         {"ids": np.asarray([-1, 2], "<i4").tobytes()},
         {"ids": np.asarray([2, -1], "<i4").tobytes()},
@@ -139,11 +180,47 @@ WRONG = (np.nan, -np.nan, np.inf, -np.inf, 0.5)
     ids=lambda change: next(iter(change)) + str(len(str(change)) % 97),
 )
 def test_a_wrong_segment_is_an_invalid_body(change: dict[str, object]) -> None:
-    if change == {"ids": [1, 2]}:  # a list of ints is a valid way to write two ids: only bytes are cheaper
-        codec.decode(_with_segment(change))
-        return
     with pytest.raises(InvalidBody):
         codec.decode(_with_segment(change))
+
+
+TASK = {"seq": 7, "question": {"id": "q", "text": "?"}, "group_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sampling": {"temperature": 1}}, ""),  # an int where a float is meant: the only conversion
+        ({"seq": 7.0}, "invalid_body"),
+        ({"seq": "7"}, "invalid_body"),
+        ({"seq": True}, "invalid_body"),
+        ({"seq": 1 << 63}, "invalid_body"),
+        ({"seq": None}, "invalid_body"),
+        ({"sampling": {"top_p": "1"}}, "invalid_body"),
+        ({"sampling": {"temperature": float("nan")}}, "invalid_body"),
+        ({"question": {"id": b"q", "text": "?"}}, "invalid_body"),
+        ({"question": {"id": "q"}}, "invalid_body"),
+        ({"question": {"id": "q", "text": "?", "meta": {"a": [1]}}}, "invalid_body"),
+        ({"question": {"id": "q", "text": "?", "meta": {str(n): n for n in range(65)}}}, "invalid_body"),
+        ({"question": {"id": "q", "text": "?", "answers": [""] * 65537}}, "corrupt"),
+        ({"question": {"id": "q", "text": b"\xff"}}, "invalid_body"),
+        ({"question": {"id": "q", "text": "\udcff"}}, "corrupt"),
+        ({7: 7}, "corrupt"),
+        ({b"seq": 7}, "invalid_body"),
+        ({"\udcff": 7}, ""),  # a field of another name is skipped unread
+        ({"colour": [{"a": "\udcff"}]}, ""),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_each_wrong_value_has_its_reason(change: dict[Any, Any], reason: str) -> None:
+    body = {key: value for key, value in TASK.items() if key.encode() not in change} | change
+    raw = msgpack.packb({"v": [1, 7], "kind": "task", "body": body}, unicode_errors="surrogateescape")
+    try:
+        found = ""
+        codec.decode(raw)
+    except ProtocolError as error:
+        found = error.reason
+    assert found == reason
 
 
 def test_each_wrong_envelope_has_its_own_error() -> None:

@@ -165,7 +165,7 @@ def write_large_run(directory: Path) -> Path:
     def many() -> Iterator[tuple[int, TrajectoryGroup]]:
         for seq in range(13, 12_600):
             question = base.question.model_copy(update={"id": f"q{seq}", "text": f"who wrote emma {seq} ?"})
-            yield 5 + seq // 16, TrajectoryGroup.model_construct(**dict(base) | {"seq": seq, "question": question})
+            yield 5 + seq // 16, base.model_copy(update={"seq": seq, "question": question})
 
     write_journal(directory, many())
     return directory

@@ -314,25 +314,30 @@ class WeightReceiver:
             version.label, status.pause_s, part.transfer_s, part.verify_s,
         )  # fmt: skip
 
-    async def _answer(self, part: TransferState, phase: str, *, sums: WeightChecksums = NONE, detail: str = "") -> None:
+    async def _answer(
+        self,
+        part: TransferState,
+        phase: Literal["prepared", "loaded", "failed"],
+        *,
+        sums: WeightChecksums = NONE,
+        detail: str = "",
+    ) -> None:
         """Send an answer to the learner. Raises TransferAborted if Redis does not accept it."""
         sent = [name for bucket in part.view.buckets for name in bucket.names] if sums.tensors else []
-        answer = ViewAnswer.model_validate(
-            {
-                "member": part.member,
-                "number": part.view.number,
-                "phase": phase,
-                "kind": self._status.info().layout or self._status.info().kind,
-                "checksum": sums.whole,
-                "tensors_sha256": sum_of({n: sums.tensors[n] for n in sent if n in sums.tensors}) if sent else "",
-                "unused": [name for name in sent if name not in sums.tensors],
-                "pause_s": part.pause_s(),
-                "transfer_s": part.transfer_s,
-                "verify_s": part.verify_s,
-                "touched": part.touched,
-                "detail": detail[:2000],
-                "token": member_token(self._access, part.member, part.view.group),
-            }
+        answer = ViewAnswer(
+            member=part.member,
+            number=part.view.number,
+            phase=phase,
+            kind=self._status.info().layout or self._status.info().kind,
+            checksum=sums.whole,
+            tensors_sha256=sum_of({n: sums.tensors[n] for n in sent if n in sums.tensors}) if sent else "",
+            unused=tuple(name for name in sent if name not in sums.tensors),
+            pause_s=part.pause_s(),
+            transfer_s=part.transfer_s,
+            verify_s=part.verify_s,
+            touched=part.touched,
+            detail=detail[:2000],
+            token=member_token(self._access, part.member, part.view.group),
         )
         try:
             await self._registry.answer(part.view, answer)

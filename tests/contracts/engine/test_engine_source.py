@@ -104,9 +104,10 @@ class Recorder(EngineHttp):
 
 async def recorded(tmp_path: Path) -> list[tuple[str, str, dict[str, Any]]]:
     """Every public method of EngineAdmin, with arguments by their annotations, and one generation."""
+    named = {"run": "r", "epoch": 1, "step": 1, "number": 1, "phase": "prepare", "members": (), "rank_offsets": ()}
     view = {"address": "a", "port": 1, "world_size": 2, "group": "g", "backend": "nccl"}
     values: dict[str, Any] = {
-        "view": WeightView.model_construct(**view),
+        "view": WeightView(**named, **view),
         "bucket": WeightBucket(names=("w",), dtypes=("bfloat16",), shapes=((1,),)),
         "sampling": {"temperature": 1.0, "top_p": 0.9, "top_k": 1},
     }
