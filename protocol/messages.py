@@ -348,6 +348,12 @@ class WeightBucket(Message):
     shapes: tuple[tuple[Count, ...], ...] = Field(max_length=65536)
 
 
+class WeightPlan(Message):
+    """The buckets of a version, in the order of their broadcasts."""
+
+    buckets: tuple[WeightBucket, ...] = Field(max_length=65536)
+
+
 class WeightView(Message):
     """The transfer of one version to a fixed set of engines, over a process group in which the learner is rank 0.
 
@@ -360,6 +366,10 @@ class WeightView(Message):
     deadline  seconds on the Redis clock; a member that has heard nothing by then treats the view as aborted
     committed  numbers of the epoch's last committed views: a member that missed the commit of its view finds it here,
               and one whose view is not listed treats it as aborted
+    buckets   empty if `plan` names them, and in the last phases
+    plan      sha256 (hex) of the encoded `WeightPlan`, which is under a key of its own: nodes read the view several
+              times, and the plan once. "": `buckets` holds it, for a node of an older Foray
+    checksum  algorithm of the members' checksums, one of `weight_sums.DIGESTS`
     """
 
     run: Name
@@ -381,6 +391,8 @@ class WeightView(Message):
     proof: WeightBucket | None = None
     """A bucket of one tensor that the members hold already: broadcast in a new group before they answer "prepared".
     None: no proof of connection is needed, or a member cannot give it."""
+    plan: Name = ""
+    checksum: Name = "sha256"
 
     @property
     def version(self) -> PolicyVersion:
@@ -394,7 +406,8 @@ class ViewAnswer(Message):
     kind      `EngineInfo.layout`, or `EngineInfo.kind` of a node that does not report a layout
     checksum  of all weights in the engine, comparable between engines of one `kind`; "" if the engine computes none
     tensors_sha256  `weight_sums.sum_of` the view's tensors except the `unused` ones (a tied head), as stored in the
-              engine, for comparison with the learner's value; "" if the engine's layout is not Hugging Face's
+              engine, each by the view's `checksum`, for comparison with the learner's value; "" if the engine's layout
+              is not Hugging Face's
     pause_s   seconds since generation was paused, including transfer_s and verify_s
     touched   it failed after the first tensor: the engine holds weights of no version
     """
@@ -469,6 +482,8 @@ class EngineInfo(Message):
     """Versions of "engine", "torch" and "nccl" in its environment, where known."""
     proves: bool = False
     """It can take part in the proof of a new group (`WeightView.proof`)."""
+    checksums: tuple[Name, ...] = Field(default=(), max_length=16)
+    """Algorithms that a view may name (`WeightView.checksum`). A node that names any also reads `WeightView.plan`."""
 
     @property
     def version(self) -> PolicyVersion:
