@@ -151,8 +151,8 @@ BOTH = tuple(DIGESTS)
     [
         ({}, False, BOTH, "xxh3_128", True),
         ({"checksum": "sha256"}, False, BOTH, "sha256", True),
-        ({"address": "192.0.2.1"}, False, BOTH, "sha256", True),
-        ({"address": "192.0.2.1"}, True, BOTH, "xxh3_128", True),
+        ({"address": "0.0.0.0"}, False, BOTH, "sha256", True),
+        ({"address": "0.0.0.0"}, True, BOTH, "xxh3_128", True),
         ({}, False, ("sha256",), "sha256", True),
         ({}, False, (), "sha256", False),
     ],
