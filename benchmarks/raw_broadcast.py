@@ -82,4 +82,5 @@ def _digest(checksum: str, tensor: torch.Tensor) -> bytes:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:6]), sys.argv[6])
+    rank, world, num_bytes, rounds = map(int, sys.argv[2:6])
+    main(sys.argv[1], rank, world, num_bytes, rounds, sys.argv[6])

@@ -169,7 +169,7 @@ def _done(message: str, **more: Any) -> web.Response:
 
 
 def _algorithm(body: dict[str, Any]) -> str:
-    algorithm = optional(body, "algorithm", str, "sha256")
+    algorithm: str = optional(body, "algorithm", str, "sha256")
     if why := refusal(algorithm):
         raise BadRequest(why)
     return algorithm
