@@ -174,7 +174,13 @@ class Liar:
         return getattr(self._store, name)
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
-        found = self._store.answers(epoch, number)
+        return self._heard(self._store.answers(epoch, number))
+
+    def next_answers(self, epoch: int, number: int, after: str, wait_s: float) -> tuple[dict[str, ViewAnswer], str]:
+        found, last = self._store.next_answers(epoch, number, after, wait_s)
+        return self._heard(found), last
+
+    def _heard(self, found: dict[str, ViewAnswer]) -> dict[str, ViewAnswer]:
         wrong = {m: a.model_copy(update={"checksum": "0" * 64}) for m, a in found.items() if m[0] == "b" and a.checksum}
         return found | wrong
 
