@@ -1,22 +1,25 @@
 """The baselines of `foray bench weights`: bytes from rank 0 to all others, with torch and gloo only.
 
-    python -m benchmarks.raw_broadcast STORE RANK WORLD BYTES ROUNDS CHECKED
+    python -m benchmarks.raw_broadcast STORE RANK WORLD BYTES ROUNDS CHECKSUM
 
-Rank 0 prints the seconds of each round as a JSON list. A round ends when every rank has the bytes (barrier). CHECKED 0:
-one broadcast into the tensor of each rank. 1: also what an update of weights in use cannot do without. Rank 0 copies
-into its send buffer, the others out of their receive buffer, and each compares the sha256 of what it stored with that
-of the source; in pieces, with a second thread that hashes.
+Rank 0 prints the seconds of each round as a JSON list. A round ends when every rank has the bytes (barrier). CHECKSUM
+none: one broadcast into the tensor of each rank. Otherwise one of `protocol.weights.DIGESTS`, with which each rank
+also does what an update of weights in use cannot do without. Rank 0 copies into its send buffer, the others out of
+their receive buffer, and each compares the checksum of what it stored with that of the source; in pieces, with a second
+thread that hashes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
+
+from protocol.weights import DIGESTS
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +28,7 @@ PIECES = 8
 """As many buckets as Foray makes of a small model."""
 
 
-def main(store: str, rank: int, world: int, num_bytes: int, rounds: int, checked: int) -> None:
+def main(store: str, rank: int, world: int, num_bytes: int, rounds: int, checksum: str) -> None:
     """Run one rank; `store` is the path of a file that all ranks share."""
     import torch
     from torch import distributed
@@ -40,8 +43,8 @@ def main(store: str, rank: int, world: int, num_bytes: int, rounds: int, checked
         for _ in range(rounds + 1):  # the first connects the ranks
             distributed.barrier()
             began = time.monotonic()
-            if checked:
-                _checked(rank, tensor, stored, pool)
+            if checksum != "none":
+                _checked(rank, tensor, stored, pool, checksum)
             else:
                 distributed.broadcast(tensor, src=0)
             distributed.barrier()
@@ -51,21 +54,22 @@ def main(store: str, rank: int, world: int, num_bytes: int, rounds: int, checked
     distributed.destroy_process_group()
 
 
-def _checked(rank: int, tensor: torch.Tensor, stored: torch.Tensor, pool: Executor) -> None:
+def _checked(rank: int, tensor: torch.Tensor, stored: torch.Tensor, pool: Executor, checksum: str) -> None:
     """Send `tensor` of rank 0 into `stored` of the others. Raises RuntimeError if a rank stored other bytes."""
     import torch
     from torch import distributed
 
     hashes = []
+    digest = partial(_digest, checksum)
     for given, kept in zip(tensor.chunk(PIECES), stored.chunk(PIECES), strict=True):
         if rank == 0:
-            hashes.append(pool.submit(_sha256, given))
+            hashes.append(pool.submit(digest, given))
             kept.copy_(given)
             distributed.broadcast(kept, src=0)
         else:
             distributed.broadcast(given, src=0)
             kept.copy_(given)
-            hashes.append(pool.submit(_sha256, kept))
+            hashes.append(pool.submit(digest, kept))
     own = torch.frombuffer(bytearray(b"".join(one.result() for one in hashes)), dtype=torch.uint8)
     source = own.clone()
     distributed.broadcast(source, src=0)
@@ -73,9 +77,10 @@ def _checked(rank: int, tensor: torch.Tensor, stored: torch.Tensor, pool: Execut
         raise RuntimeError(f"rank {rank} stored other bytes")
 
 
-def _sha256(tensor: torch.Tensor) -> bytes:
-    return hashlib.sha256(tensor.numpy().data).digest()
+def _digest(checksum: str, tensor: torch.Tensor) -> bytes:
+    return bytes.fromhex(DIGESTS[checksum](tensor.numpy().data))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:7]))
+    rank, world, num_bytes, rounds = map(int, sys.argv[2:6])
+    main(sys.argv[1], rank, world, num_bytes, rounds, sys.argv[6])

@@ -19,8 +19,9 @@ from isal import isal_zlib
 from protocol import messages
 from protocol.arrays import Message, read_array, write_array
 from protocol.errors import CorruptMessage, InvalidBody, MessageTooLarge, ProtocolError, UnknownKind, UnsupportedVersion
+from protocol.weights import WeightPlan
 
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 7
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 8
 MAX_BYTES = 32 << 20
 """Largest message. 8 trajectories of 32k tokens take 8 * 32k * 8 B = 2 MiB."""
 MAX_VALUES = 1_000_000
@@ -35,14 +36,15 @@ KINDS: dict[str, type[Message]] = {
     "failed": messages.GroupFailed,
     "weights": messages.WeightUpdate,
     "view": messages.WeightView,
+    "plan": WeightPlan,
     "answer": messages.ViewAnswer,
     "engine": messages.EngineInfo,
     "metrics": messages.MetricsSnapshot,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 SMALL_BYTES = 1 << 20
-LIMITS = dict.fromkeys(KINDS, SMALL_BYTES) | {"group": MAX_BYTES, "view": 8 << 20}
-"""Maximum size of each kind of message, in bytes. A view names every tensor of the model."""
+LIMITS = dict.fromkeys(KINDS, SMALL_BYTES) | {"group": MAX_BYTES, "view": 8 << 20, "plan": 8 << 20}
+"""Maximum size of each kind of message, in bytes. A plan names every tensor of the model."""
 
 M = TypeVar("M", bound=Message)
 C = TypeVar("C", bound=Collection[Any])

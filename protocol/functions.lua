@@ -217,17 +217,26 @@ redis.register_function{function_name = 'foray_ack', flags = {'allow-oom'}, call
   return n
 end}
 
--- lease, target | epoch, token, body (a WeightUpdate), state ('ready' or 'done') -> 1
+-- Wakes the nodes, which block on this stream. Without the key, as from an older learner, or if it has another type, they
+-- look now and then.
+local function wake(stream)
+  if stream then redis.pcall('XADD', stream, 'MAXLEN', 8, '*', 'n', 1) end
+end
+
+-- lease, target [, wake] | epoch, token, body (a WeightUpdate), state ('ready' or 'done') -> 1
 redis.register_function{function_name = 'foray_target', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
   call('HSET', k[2], 'b', a[3], 'state', a[4])
+  wake(k[3])
   return 1
 end}
 
--- lease, view | epoch, token, body (a WeightView), ttl ms -> 1
+-- lease, view [, wake, plan] | epoch, token, body (a WeightView), ttl ms [, body (a WeightPlan)] -> 1
 redis.register_function{function_name = 'foray_view', flags = {'allow-oom'}, callback = function(k, a)
   if not own(k[1], a[1], a[2]) then return FENCED end
+  if a[5] then call('SET', k[4], a[5], 'PX', a[4]) end
   call('SET', k[2], a[3], 'PX', a[4])
+  wake(k[3])
   return 1
 end}
 

@@ -8,8 +8,11 @@ learner:epoch       string   learner    max with the checkpoint
 learner:lease       hash     learner    acquired again; TTL
 wv:target           hash     learner    published again
 wv:view             string   learner    a new view is made; TTL
+wv:plan             string   learner    the tensors of the view, under their sha256 in it: written with every view; TTL
+wv:wake             stream   functions  an entry for each change of target and view, to wake the nodes; the last 8
 wv:validated        string   learner    the version under validation, for engines that have not loaded it; TTL
 wv:answers:{e}.{n}  hash     nodes      the view times out; TTL
+ ..:new             stream   nodes      the same answers, for a learner that waits for the next; TTL
 engine:{id}         string   node       registers again; TTL
 engines             zset     node       id -> expiry in Redis seconds, for listing without KEYS
 metrics:{p}:{id}    string   process    reported again; TTL; also registers a retriever or rollout server (url, state)
@@ -60,6 +63,8 @@ class Keys:
     target = _KeyName("wv:target")
     validated = _KeyName("wv:validated")
     view = _KeyName("wv:view")
+    plan = _KeyName("wv:plan")
+    wake = _KeyName("wv:wake")
     engines = _KeyName("engines")
     processes = _KeyName("processes")
     tokens = _KeyName("tokens")
@@ -80,6 +85,9 @@ class Keys:
 
     def answers(self, epoch: int, number: int) -> str:
         return self._key(f"wv:answers:{epoch}.{number}")
+
+    def new_answers(self, epoch: int, number: int) -> str:
+        return f"{self.answers(epoch, number)}:new"
 
     def engine(self, engine_id: str) -> str:
         return self._key(f"engine:{engine_id}")

@@ -20,6 +20,7 @@ from msgspec import Meta, field, structs
 
 from protocol.arrays import MAX_ITEMS, Count, Float32Array, Int32Array, Message, Name, NonNegative, Number, Text
 from protocol.versions import PolicyVersion
+from protocol.weights import WeightBucket
 
 Scalar = str | int | float | bool | None
 
@@ -345,17 +346,6 @@ class WeightUpdate(Message, frozen=True, kw_only=True):
         return self.digest.startswith(INITIAL)
 
 
-class WeightBucket(Message, frozen=True, kw_only=True):
-    """Tensors sent in one broadcast: their bytes concatenated in this order, each aligned to its dtype.
-
-    Names are those of Hugging Face, dtypes those of torch (e.g. "bfloat16"), with one shape per tensor.
-    """
-
-    names: Annotated[tuple[Name, ...], Meta(max_length=MAX_ITEMS)]
-    dtypes: Annotated[tuple[Name, ...], Meta(max_length=MAX_ITEMS)]
-    shapes: Annotated[tuple[tuple[Count, ...], ...], Meta(max_length=MAX_ITEMS)]
-
-
 class WeightView(Message, frozen=True, kw_only=True):
     """The transfer of one version to a fixed set of engines, over a process group in which the learner is rank 0.
 
@@ -368,6 +358,10 @@ class WeightView(Message, frozen=True, kw_only=True):
     deadline  seconds on the Redis clock; a member that has heard nothing by then treats the view as aborted
     committed  numbers of the epoch's last committed views: a member that missed the commit of its view finds it here,
               and one whose view is not listed treats it as aborted
+    buckets   empty if `plan` names them, and in the last phases
+    plan      sha256 (hex) of the encoded `WeightPlan`, which is under a key of its own: nodes read the view several
+              times, and the plan once. "": `buckets` holds it, for a node of an older Foray
+    checksum  algorithm of the members' checksums, one of `weights.DIGESTS`
     """
 
     run: Name
@@ -389,6 +383,8 @@ class WeightView(Message, frozen=True, kw_only=True):
     proof: WeightBucket | None = None
     """A bucket of one tensor that the members hold already: broadcast in a new group before they answer "prepared".
     None: no proof of connection is needed, or a member cannot give it."""
+    plan: Name = ""
+    checksum: Name = "sha256"
 
     @property
     def version(self) -> PolicyVersion:
@@ -401,8 +397,9 @@ class ViewAnswer(Message, frozen=True, kw_only=True):
     phase     prepared: in the group; loaded: has every tensor, generation still paused; failed: see `detail`
     kind      `EngineInfo.layout`, or `EngineInfo.kind` of a node that does not report a layout
     checksum  of all weights in the engine, comparable between engines of one `kind`; "" if the engine computes none
-    tensors_sha256  `weight_sums.sum_of` the view's tensors except the `unused` ones (a tied head), as stored in the
-              engine, for comparison with the learner's value; "" if the engine's layout is not Hugging Face's
+    tensors_sha256  `weights.sum_of` the view's tensors except the `unused` ones (a tied head), as stored in the
+              engine, each by the view's `checksum`, for comparison with the learner's value; "" if the engine's layout
+              is not Hugging Face's
     pause_s   seconds since generation was paused, including transfer_s and verify_s
     touched   it failed after the first tensor: the engine holds weights of no version
     """
@@ -477,6 +474,8 @@ class EngineInfo(Message, frozen=True, kw_only=True):
     """Versions of "engine", "torch" and "nccl" in its environment, where known."""
     proves: bool = False
     """It can take part in the proof of a new group (`WeightView.proof`)."""
+    checksums: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """Algorithms that a view may name (`WeightView.checksum`). A node that names any also reads `WeightView.plan`."""
 
     @property
     def version(self) -> PolicyVersion:

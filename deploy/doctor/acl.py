@@ -38,7 +38,7 @@ def needs(run: str, role: RedisRole) -> Iterator[Command]:
 
 
 CATEGORIES = {
-    "@stream": "xadd xreadgroup xautoclaim xack xpending xrange xtrim xgroup|create xinfo|groups",
+    "@stream": "xadd xread xreadgroup xautoclaim xack xpending xrange xtrim xgroup|create xinfo|groups",
     "@hash": "hset",
     "@string": "set get",
     "@set": "smembers srem",
@@ -61,6 +61,7 @@ _USED = {
     "KEYS - +": "xrange xrevrange",
     "KEYS MINID 0-1": "xtrim",
     "GROUP g c STREAMS KEYS >": "xreadgroup",
+    "STREAMS KEYS 0": "xread",
 }
 ARGUMENTS = {name: arguments for arguments, names in _USED.items() for name in names.split()}
 """Command -> arguments that Redis accepts before it executes it."""

@@ -48,12 +48,16 @@ class NoEngines:
     def target(self, update: WeightUpdate, state: str) -> None:
         """Do nothing: there are no engines."""
 
-    def view(self, view: WeightView, ttl_s: float) -> None:
+    def view(self, view: WeightView, ttl_s: float, plan: bytes = b"") -> None:
         """Do nothing: there are no engines."""
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         """None."""
         return {}
+
+    def next_answers(self, epoch: int, number: int, after: str, wait_s: float) -> tuple[dict[str, ViewAnswer], str]:
+        """None."""
+        return {}, after
 
     def pin(self) -> None:
         """None."""

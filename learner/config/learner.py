@@ -164,6 +164,10 @@ class DistributedPublishSettings(FilesSettings):
     stall_s: float = Field(default=20.0, gt=0)
     """Timeout for one bucket or the last checksum, in seconds: a hanging engine must not block training. An NCCL group
     is aborted then. Grows to five times the longest recent wait, and doubles after a transfer that was too late."""
+    checksum: Literal["xxh3_128", "sha256"] = "xxh3_128"
+    """Checksums by which the tensors of an engine are compared with the policy's. `xxh3_128` takes a sixth of the time
+    of `sha256`, which also reveals bytes that an attacker has changed on the way. It is `sha256` in any case if the
+    engines are not authenticated: an address beyond loopback without a node token. Files are checked by sha256."""
     patience_s: float = Field(default=5.0, ge=0)
     """Seconds that a serving engine which missed a version waits for the next one before files are written for it."""
 

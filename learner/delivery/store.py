@@ -8,7 +8,7 @@ needs a socket timeout longer than its block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -186,7 +186,7 @@ class RunStore(AccountingStore):
     def reset(self, fields: Mapping[str, str]) -> None:
         """Delete the run's state in this Redis, and write `fields` as its new metadata."""
         k = self.keys
-        work = (k.tasks, k.traj, k.issued, k.tokens, k.requeue, k.target, k.view, k.dlq)
+        work = (k.tasks, k.traj, k.issued, k.tokens, k.requeue, k.target, k.view, k.plan, k.wake, k.dlq)
         self._call(functions.RESET, (k.lease, k.meta, *work), *self._owner, *_flat(fields))
 
     # --- tasks ---
@@ -302,7 +302,8 @@ class RunStore(AccountingStore):
 
     def target(self, update: WeightUpdate, state: str) -> None:
         """Announce the version that engines must load; `state` is "ready" or "done"."""
-        self._call(functions.TARGET, (self.keys.lease, self.keys.target), *self._owner, encode(update), state)
+        keys = (self.keys.lease, self.keys.target, self.keys.wake)
+        self._call(functions.TARGET, keys, *self._owner, encode(update), state)
 
     def announced(self) -> PolicyVersion | None:
         """Return the version that engines must load, according to Redis."""
@@ -311,16 +312,26 @@ class RunStore(AccountingStore):
         update = _decoded(WeightUpdate, cast(bytes, raw)) if raw else None
         return update.version if update else None
 
-    def view(self, view: WeightView, ttl_s: float) -> None:
-        """Write the state of a transfer; it expires after `ttl_s`."""
-        self._call(functions.VIEW, (self.keys.lease, self.keys.view), *self._owner, encode(view), int(ttl_s * 1000))
+    def view(self, view: WeightView, ttl_s: float, plan: bytes = b"") -> None:
+        """Write the state of a transfer, and its plan if given; they expire after `ttl_s`."""
+        keys, plans = (self.keys.lease, self.keys.view, self.keys.wake, self.keys.plan), (plan,) if plan else ()
+        self._call(functions.VIEW, keys, *self._owner, encode(view), int(ttl_s * 1000), *plans)
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         """Return the last answer of each member of a view."""
         with translate_errors(key := self.keys.answers(epoch, number)):
             found = cast(Fields, self._db.hgetall(key))
-        answers = (_decoded(ViewAnswer, raw) for raw in found.values())
-        return {answer.member: answer for answer in answers if answer is not None}
+        return _by_member(found.values())
+
+    def next_answers(self, epoch: int, number: int, after: str, wait_s: float) -> tuple[dict[str, ViewAnswer], str]:
+        """Return the answers of a view that follow the place `after` ("0": all), and the place of the last one.
+
+        Waits up to `wait_s` for the first.
+        """
+        with translate_errors(key := self.keys.new_answers(epoch, number)):
+            reply: Any = self._reader.xread({key: after}, block=int(1000 * wait_s) or None)
+        entries = [entry for _, found in reply or [] for entry in found]
+        return _by_member(fields.get(b"b", b"") for _, fields in entries), entries[-1][0].decode() if entries else after
 
     def engines(self) -> list[EngineInfo]:
         """Return engines whose registration is alive."""
@@ -398,6 +409,11 @@ def _decoded(kind: type[M], raw: bytes) -> M | None:
         return decode_as(kind, raw)
     except ProtocolError:
         return None
+
+
+def _by_member(raws: Iterable[bytes]) -> dict[str, ViewAnswer]:
+    answers = (_decoded(ViewAnswer, raw) for raw in raws)
+    return {answer.member: answer for answer in answers if answer is not None}
 
 
 def _flat(fields: Mapping[str, str]) -> list[str]:

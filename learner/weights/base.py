@@ -48,11 +48,17 @@ class EngineLink(Protocol):
     def target(self, update: WeightUpdate, state: str) -> None:
         """Announce the version that engines must load; `state` is "ready" or "done"."""
 
-    def view(self, view: WeightView, ttl_s: float) -> None:
-        """Write the state of the transfer."""
+    def view(self, view: WeightView, ttl_s: float, plan: bytes = b"") -> None:
+        """Write the state of the transfer, and its plan if given; wake the nodes."""
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         """Return the last answer of each member of a view."""
+
+    def next_answers(self, epoch: int, number: int, after: str, wait_s: float) -> tuple[dict[str, ViewAnswer], str]:
+        """Return the answers that follow the place `after` ("0": all), and the place of the last one.
+
+        Waits up to `wait_s` for the first.
+        """
 
     def pin(self) -> VersionPin | None:
         """Return the pin of a running evaluation."""

@@ -13,6 +13,7 @@ everything else with `tests.support.lazy_group`).
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -35,13 +36,15 @@ from learner.weights.process_group import GroupSender, Rendezvous, is_lazy
 from learner.weights.snapshots import SnapshotWriter
 from learner.weights.staging import KeptBucket, staging_for
 from learner.weights.transfer import Transfer, TransferFailed, TransferLimits
-from protocol.messages import EngineInfo, WeightBucket, WeightUpdate, WeightView
-from protocol.runtime.http.auth import read_access
+from protocol.codec import encode
+from protocol.messages import EngineInfo, WeightUpdate, WeightView
+from protocol.runtime.http.auth import is_loopback, read_access
 from protocol.runtime.http.server import service_host
 from protocol.runtime.net import free_port
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
+from protocol.weights import WeightBucket, WeightPlan
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class DistributedPublisher:
         self._disk = DiskPublisher(settings, run, model_files, link)
         self._announcement = Announcement(link)
         self._plan: tuple[WeightBucket, ...] = ()
+        self._encoded_plan = b""
         self._staging = staging_for(settings.backend)
         self._membership = Membership(link, settings.backend, patience_s=settings.patience_s)
         self._proof = Proof()
@@ -216,7 +220,15 @@ class DistributedPublisher:
 
     def _sums(self, members: Sequence[EngineInfo]) -> SourceChecksums | None:
         # hashing waits for every tensor: on a GPU the inspection compares each with its bucket instead
-        return None if self._staging.deferred else SourceChecksums(self._hashing, (_dtype(e) for e in members))
+        if self._staging.deferred:
+            return None
+        return SourceChecksums(self._hashing, (_dtype(e) for e in members), self._checksum(members))
+
+    def _checksum(self, members: Sequence[EngineInfo]) -> str:
+        """Return the algorithm for a view of `members`: the chosen one, if they are authenticated and all know it."""
+        chosen = self._settings.checksum
+        authenticated = is_loopback(self._address) or "node" in self._access.tokens
+        return chosen if authenticated and all(chosen in e.checksums for e in members) else "sha256"
 
     def _check(self, members: Sequence[EngineInfo], sums: SourceChecksums | None) -> Check | None:
         blind = any(not _dtype(engine) for engine in members)
@@ -250,7 +262,9 @@ class DistributedPublisher:
                     "checksums of %s can be compared only with engines of their layout, not with the policy",
                     ", ".join(blind),
                 )
-        rendezvous = self._sender.rendezvous
+        rendezvous, checksum = self._sender.rendezvous, self._checksum(engines)
+        inline = any(checksum not in e.checksums for e in engines)  # by a node of an older Foray
+        encoded = b"" if inline else self._encoded_plan
         view = WeightView(
             run=self._run,
             epoch=version.epoch,
@@ -264,13 +278,15 @@ class DistributedPublisher:
             port=rendezvous.port,
             world_size=rendezvous.world_size,
             backend=self._settings.backend,
-            buckets=self._plan,
+            buckets=self._plan if inline else (),
+            plan=hashlib.sha256(encoded).hexdigest() if encoded else "",
+            checksum=checksum,
             flattened=self._settings.flattened,
             committed=tuple(self._committed),
             proof=proof.bucket if proof else None,
         )
         return Transfer(
-            self._link, self._sender, view, sums, {member_of(e): _dtype(e) for e in engines}, access=self._access
+            self._link, self._sender, view, sums, {member_of(e): _dtype(e) for e in engines}, self._access, encoded
         )
 
     def _rendezvous(self, name: str, world_size: int) -> Rendezvous:
@@ -368,6 +384,7 @@ class DistributedPublisher:
         whole = layout(named)
         size = min(self._settings.bucket_mb << 20, max(SMALLEST_BUCKET, num_bytes(whole) // PIECES))
         self._plan = plan(whole, size)
+        self._encoded_plan = encode(WeightPlan(buckets=self._plan))
 
     def _write(self, version: PolicyVersion, named: Iterable[Named]) -> WeightUpdate:
         began = time.monotonic()

@@ -16,7 +16,7 @@ import torch
 
 from learner.weights.checks import WeightCheck
 from protocol.errors import ForayError
-from protocol.messages import WeightBucket
+from protocol.weights import WeightBucket
 
 Named = tuple[str, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""Checksums of what the learner sends: the sha256 of each tensor of the policy, taken before packing.
+"""Checksums of what the learner sends: one of each tensor of the policy, taken before packing.
 
 They are compared with those of an engine that reports its tensors. For other engines (SGLang fuses and may shard
 tensors) every bucket is checked: each tensor is read back from where the engine will read it.
@@ -6,7 +6,6 @@ tensors) every bucket is checked: each tensor is read back from where the engine
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable
 from concurrent.futures import Executor, Future
 
@@ -14,14 +13,14 @@ import torch
 
 from learner.weights.base import PackingError
 from learner.weights.buckets import PackedBucket
-from protocol.weight_sums import sum_of
+from protocol.weights import DIGESTS, sum_of
 
 
 class SourceChecksums:
-    """`dtypes`: torch's names of the engines' weight dtypes, independent of the policy's."""
+    """`dtypes`: torch's names of the engines' weight dtypes, independent of the policy's. `algorithm`: of DIGESTS."""
 
-    def __init__(self, pool: Executor, dtypes: Iterable[str] = ()) -> None:
-        self._pool = pool
+    def __init__(self, pool: Executor, dtypes: Iterable[str] = (), algorithm: str = "sha256") -> None:
+        self._pool, self.algorithm = pool, algorithm
         self._own: dict[str, str] = {}
         self._of: dict[str, dict[str, str]] = {word: {} for word in dtypes if word}
 
@@ -30,10 +29,10 @@ class SourceChecksums:
         return self._pool.submit(self._add, name, tensor)
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        self._own[name] = _sha256(tensor)
+        self._own[name] = self._digest(tensor)
         for word, sums in self._of.items():
             dtype = getattr(torch, word)
-            sums[name] = self._own[name] if dtype == tensor.dtype else _sha256(tensor.to(dtype))
+            sums[name] = self._own[name] if dtype == tensor.dtype else self._digest(tensor.to(dtype))
 
     def total(self, dtype: str, unused: Collection[str]) -> str:
         """Return the sum over all tensors as in an engine of `dtype`, except those that it does not use."""
@@ -43,10 +42,9 @@ class SourceChecksums:
     def check(self, packed: PackedBucket) -> None:
         """Raise PackingError unless each tensor can be read back from the bucket."""
         for name, tensor in packed.tensors():
-            if _sha256(tensor) != self._own[name]:
+            if self._digest(tensor) != self._own[name]:
                 raise PackingError(f"{name} in its bucket differs from the policy")
 
-
-def _sha256(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()
+    def _digest(self, tensor: torch.Tensor) -> str:
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        return DIGESTS[self.algorithm](plain.view(torch.uint8).numpy().data)

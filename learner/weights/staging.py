@@ -10,7 +10,7 @@ from typing import Protocol, cast
 import torch
 
 from learner.weights.buckets import PackedBucket
-from protocol.messages import WeightBucket
+from protocol.weights import WeightBucket
 
 
 class Staging(Protocol):

@@ -32,9 +32,10 @@ from protocol.runtime.timing import PATIENCE
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.005
+POLL_S = 0.1
+"""Seconds between looks at the members while a bucket is sent. Otherwise an answer ends the wait at once."""
 MEMBERSHIP_CHECK_S = 0.5
-"""Seconds between checks of the members' registrations while waiting for them."""
+"""Seconds between checks of the members' registrations, and of all answers, while waiting for them."""
 VIEW_OUTLIVES_S = 60.0
 MOST_DOUBLINGS = 6
 """64 times the settings: a member that hangs is found by its node before that."""
@@ -56,6 +57,7 @@ class Transfer:
             other
     dtypes  weight dtype of each member
     access  with a node token, only members that know it are admitted
+    plan    the encoded WeightPlan that the view names; b"" if the view has the buckets itself
     """
 
     def __init__(
@@ -66,12 +68,13 @@ class Transfer:
         sums: SourceChecksums | None,
         dtypes: Mapping[str, str],
         access: Access | None = None,
+        plan: bytes = b"",
     ) -> None:
-        self._link, self._sender, self.view = link, sender, view
+        self._link, self._sender, self.view, self._plan = link, sender, view, plan
         self._sums, self._dtypes, self._access = sums, dtypes, access or Access()
         self.seconds: dict[str, float] = {}
         self.answers: dict[str, ViewAnswer] = {}
-        self._next_roll_call = 0.0
+        self._heard, self._next_roll_call = "0", time.monotonic() + MEMBERSHIP_CHECK_S
         self.slowest_s = 0.0
         """Seconds of the longest wait for a bucket or the checksums."""
 
@@ -86,8 +89,9 @@ class Transfer:
         began = time.monotonic()
         self._write("prepare", prepare_s)
         staged, exhausted = self._stage(buckets, room, began + prepare_s / 2)
-        self._wait(lambda: self._all("prepared", "loaded") and self._sender.joined.done(), began + prepare_s, "prepare")
-        self._settled(self._sender.joined)
+        joined = self._sender.joined
+        self._wait(lambda: self._all("prepared", "loaded") and joined.done(), began + prepare_s, "prepare", joined)
+        self._settled(joined)
         self._admit()
         self.seconds["prepare"] = time.monotonic() - began - self.seconds["gather"]
         began = time.monotonic()
@@ -151,23 +155,22 @@ class Transfer:
             raise TransferFailed(f"the group is broken: {str(error).strip().splitlines()[0][:300]}")
 
     def _write(self, phase: str, seconds: float) -> None:
-        buckets = self.view.buckets if phase in ("prepare", "transfer") else ()  # nodes poll it
+        buckets = self.view.buckets if phase in ("prepare", "transfer") else ()  # nodes read it several times
         now = self._link.now()
         self.view = self.view.model_copy(update={"phase": phase, "deadline": now + seconds, "buckets": buckets})
-        self._link.view(self.view, seconds + VIEW_OUTLIVES_S)
+        self._link.view(self.view, seconds + VIEW_OUTLIVES_S, self._plan if phase == "prepare" else b"")
 
     def _wait(self, until: Callable[[], bool], deadline: float, phase: str, wakes: Future[None] | None = None) -> None:
-        """Wait for `until`, looking every POLL_S, and as soon as `wakes` is done."""
+        """Wait for `until`: for an answer, or while `wakes` is not done for that, with a look every POLL_S."""
         while not until():
-            self._listen()
-            if time.monotonic() > deadline:
-                raise self._late(phase)
-            if until():  # the last answers may complete it
-                return
-            if wakes:
-                wait([wakes], POLL_S)
+            left_s = max(0.0, deadline - time.monotonic())
+            if wakes is not None and not wakes.done():
+                wait([wakes], min(POLL_S, left_s))
+                self._listen(0.0)
             else:
-                time.sleep(POLL_S)
+                self._listen(min(MEMBERSHIP_CHECK_S, left_s))
+            if not until() and time.monotonic() > deadline:  # the last answers may complete it
+                raise self._late(phase)
 
     def _all(self, *phases: str) -> bool:
         heard = self.answers
@@ -195,14 +198,19 @@ class Transfer:
         """Return whether a member has completed the phase; one that still joins answers with a detail."""
         return answer.phase == "loaded" or (self.view.phase, answer.phase, answer.detail) == ("prepare", "prepared", "")
 
-    def _listen(self) -> None:
-        """Read the answers. Raises TransferFailed if a member reports a failure or is gone."""
-        self.answers = self._link.answers(self.view.epoch, self.view.number)
+    def _listen(self, wait_s: float) -> None:
+        """Read answers; wait up to `wait_s` for one. Raises TransferFailed if a member reports a failure or is gone.
+
+        At a roll call all are read: one that could not be written to the stream is late by so much.
+        """
+        epoch, number, look = self.view.epoch, self.view.number, time.monotonic() > self._next_roll_call
+        found, self._heard = self._link.next_answers(epoch, number, self._heard, 0.0 if look else wait_s)
+        self.answers = (self.answers | found) if not look else self._link.answers(epoch, number)
         for member in self.view.members:
             answer = self.answers.get(member)
             if answer is not None and answer.phase == "failed":
                 raise TransferFailed(f"{member}: {answer.detail}", [member] if self.view.phase == "prepare" else [])
-        if time.monotonic() < self._next_roll_call:
+        if not look:
             return
         self._next_roll_call = time.monotonic() + MEMBERSHIP_CHECK_S
         present = {f"{e.id}/{e.incarnation}": e for e in self._link.engines()}

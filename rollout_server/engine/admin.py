@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import aiohttp
 
-from protocol.messages import WeightBucket, WeightView
+from protocol.messages import WeightView
 from protocol.versions import PolicyVersion
+from protocol.weights import WeightBucket
 from rollout_server.engine.base import EngineError
 from rollout_server.engine.client import CONTROL_TIMEOUT_S, EngineHttp, json_object
 
@@ -27,7 +28,7 @@ class WeightChecksums:
     """Checksums of an engine's weights.
 
     whole    over all tensors, comparable between engines of one kind and layout
-    tensors  sha256 hex by Hugging Face name, in the engine's dtype; empty where it has another layout (SGLang)
+    tensors  in hex by Hugging Face name, in the engine's dtype; empty where it has another layout (SGLang)
     """
 
     whole: str
@@ -190,9 +191,12 @@ class EngineAdmin:
         """`POST /destroy_weights_update_group`. Raises EngineError if there is no group of that name."""
         await self._weights("/destroy_weights_update_group", {"group_name": group}, timeout_s)
 
-    async def begin_update(self, *, timeout_s: float) -> None:
-        """`POST /begin_weight_update`: SGLang accepts buckets only inside such a session, and only one session."""
-        await self._weights("/begin_weight_update", {}, timeout_s)
+    async def begin_update(self, *, timeout_s: float, algorithm: str = "") -> None:
+        """`POST /begin_weight_update`: SGLang accepts buckets only inside such a session, and only one session.
+
+        algorithm  of the checksums that a CPU engine computes while it receives; "": its default
+        """
+        await self._weights("/begin_weight_update", {"algorithm": algorithm} if algorithm else {}, timeout_s)
 
     async def receive_bucket(self, bucket: WeightBucket, group: str, *, flattened: bool, timeout_s: float) -> None:
         """`POST /update_weights_from_distributed`: join one broadcast (one per tensor unless `flattened`).
@@ -220,11 +224,10 @@ class EngineAdmin:
         body = {"new_version": label, "abort_all_requests": False}
         await self._weights("/update_weight_version", body, 0.0)
 
-    async def checksums(self, *, timeout_s: float) -> WeightChecksums:
-        """Return the checksums of the engine's weights."""
-        reply = json_object(
-            await self._http.control("POST", "/weights_checker", {"action": "checksum"}, timeout_s), self.name
-        )
+    async def checksums(self, *, timeout_s: float, algorithm: str = "") -> WeightChecksums:
+        """Return the checksums of the engine's weights; `algorithm`: as for `begin_update`."""
+        body = {"action": "checksum"} | ({"algorithm": algorithm} if algorithm else {})
+        reply = json_object(await self._http.control("POST", "/weights_checker", body, timeout_s), self.name)
         whole = reply.get("per_engine_checksum")
         if isinstance(whole, str) and whole:
             return WeightChecksums(whole)

@@ -7,6 +7,7 @@ from typing import Any
 
 from protocol.errors import UserError
 from protocol.messages import Transport
+from protocol.weights import DIGESTS
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError
 
@@ -55,6 +56,8 @@ async def read_capabilities(client: EngineAdmin, *, pause_mode: str) -> dict[str
         "layout": _layout(info) if real else "",
         # opening a session unpacks quantised weights, which a bucket of one tensor would leave incomplete
         "proves": not quantized,
+        # SGLang hashes in its own way; a view may name any
+        "checksums": tuple(DIGESTS) if real else tuple(map(str, info.get("checksums") or ("sha256",))),
         "max_tokens": int(loads["max_tokens"]) or _number(info, "max_total_num_tokens", 0),
     }
     if loads["max_running"]:

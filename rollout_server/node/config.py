@@ -79,7 +79,7 @@ class NodeSettings(Settings):
     """What happens to requests in flight during a weight update. `in_place` keeps the KV cache of the old version for
     them, and requires SGLang without overlap scheduling, which would report a wrong version for one token."""
     poll_s: float = Field(default=0.25, gt=0)
-    """Interval in seconds at which the target version is read."""
+    """Longest time in seconds between two reads of the target version. The learner wakes the node for each new one."""
     heartbeat_s: float = Field(default=2.0, gt=0)
     """Interval in seconds at which the registration is renewed."""
     lease_s: float = Field(default=10.0, gt=0)

@@ -5,6 +5,8 @@ And what it reads: the target version, the view of the current transfer, and whe
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import secrets
 from dataclasses import dataclass
@@ -18,12 +20,15 @@ from protocol.messages import EngineInfo, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.lifecycle import has_ended, process_token
 from protocol.runtime.redis.aio import RedisClient
 from protocol.versions import PolicyVersion, VersionPin
+from protocol.weights import WeightBucket, WeightPlan
 from rollout_server.dispatch.fleet import RunCompatibility
 from rollout_server.metrics import Stats, emit_event
 
 log = logging.getLogger(__name__)
 
-ANSWER_TTL_MS = 3_600_000
+ANSWER_TTL_MS, NEW_ANSWER_TTL_MS = 3_600_000, 60_000
+UNWOKEN_S = 0.05
+"""Seconds between two looks of a node that may not read the stream which wakes it."""
 
 M = TypeVar("M", bound=Message)
 
@@ -64,6 +69,8 @@ class Registry:
         self._redis, self.lease_s, self._compatibility = redis, lease_s, compatibility
         self._garbage: set[bytes] = set()
         self._token = f"{process_token()}:{secrets.token_hex(4)}"
+        self._woken = "0"
+        self._plan: tuple[str, tuple[WeightBucket, ...]] = ("", ())
 
     async def register(self, info: EngineInfo) -> bool:
         """Write or renew the registration. Return False if it is another living node's.
@@ -139,14 +146,43 @@ class Registry:
             self._decoded(WeightUpdate, validated),
         )
 
+    async def woken(self, longest_s: float) -> None:
+        """Wait until target or view has changed since the last call, at most `longest_s`; then read them.
+
+        What has changed between two calls ends the second at once, so no change is missed. A wake-up that Redis loses
+        (it restarts, another learner's function does not send it) costs `longest_s`.
+        """
+        try:
+            self._woken = await self._redis.wait(self._redis.keys.wake, self._woken, longest_s)
+        except UserError as error:  # an ACL file of an older Foray
+            log.debug("not woken by the learner: %s", error)
+            await asyncio.sleep(min(longest_s, UNWOKEN_S))
+
+    async def buckets(self, view: WeightView) -> tuple[WeightBucket, ...]:
+        """Return the buckets of `view`; () if Redis does not hold the plan that it names. Reads each plan once."""
+        if not view.plan or self._plan[0] == view.plan:
+            return self._plan[1] if view.plan else view.buckets
+        (raw,) = await self._redis.batch(("GET", self._redis.keys.plan))
+        named = raw is not None and hashlib.sha256(raw).hexdigest() == view.plan  # not another learner's
+        plan = self._decoded(WeightPlan, raw) if named else None
+        if plan is not None:
+            self._plan = view.plan, plan.buckets
+        return plan.buckets if plan is not None else ()
+
     async def answer(self, view: WeightView, answer: ViewAnswer) -> None:
         """Report the progress of this engine in `view` to the learner."""
-        key, body = self._redis.keys.answers(view.epoch, view.number), encode(answer)
-        await self._redis.write(
-            ("HSET", key, answer.member, body),
-            ("PEXPIRE", key, ANSWER_TTL_MS),
-            full=(REGISTER, [key], answer.member, body, ANSWER_TTL_MS),
-        )
+        keys, body = self._redis.keys, encode(answer)
+        key, new = keys.answers(view.epoch, view.number), keys.new_answers(view.epoch, view.number)
+        try:
+            await self._redis.write(
+                ("HSET", key, answer.member, body),
+                ("PEXPIRE", key, ANSWER_TTL_MS),
+                ("XADD", new, "*", "b", body),
+                ("PEXPIRE", new, NEW_ANSWER_TTL_MS),
+                full=(REGISTER, [key], answer.member, body, ANSWER_TTL_MS),
+            )
+        except UserError as error:  # an ACL file of an older Foray; the hash is written
+            log.debug("the learner is not woken by this answer: %s", error)
 
     def _decoded(self, kind: type[M], raw: bytes | None) -> M | None:
         if raw is None or raw in self._garbage:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from learner.weights.base import BadWeights
 from learner.weights.buckets import LayoutMismatch, layout, num_bytes, pack, plan
-from protocol.messages import WeightBucket
+from protocol.weights import WeightBucket
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64]
 

@@ -28,8 +28,9 @@ from learner.weights import buckets, build_publisher
 from learner.weights.base import BadWeights
 from learner.weights.process_group import GroupSender
 from protocol.errors import Fenced
-from protocol.messages import EngineInfo, ViewAnswer, WeightBucket
+from protocol.messages import EngineInfo, ViewAnswer
 from protocol.versions import PolicyVersion
+from protocol.weights import WeightBucket
 from tests.support.fleet import Fleet, Weights, make_model, step, two_engines
 from tests.support.lazy_group import lazy_groups
 from tests.support.waiting import wait_until
@@ -174,7 +175,13 @@ class Liar:
         return getattr(self._store, name)
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
-        found = self._store.answers(epoch, number)
+        return self._heard(self._store.answers(epoch, number))
+
+    def next_answers(self, epoch: int, number: int, after: str, wait_s: float) -> tuple[dict[str, ViewAnswer], str]:
+        found, last = self._store.next_answers(epoch, number, after, wait_s)
+        return self._heard(found), last
+
+    def _heard(self, found: dict[str, ViewAnswer]) -> dict[str, ViewAnswer]:
         wrong = {m: a.model_copy(update={"checksum": "0" * 64}) for m, a in found.items() if m[0] == "b" and a.checksum}
         return found | wrong
 
@@ -215,7 +222,13 @@ class Only:
         return [e.model_copy(update={"dtype": ""}) for e in found] if self._blind else found
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
-        found = self._store.answers(epoch, number)
+        return self._heard(self._store.answers(epoch, number))
+
+    def next_answers(self, epoch: int, number: int, after: str, wait_s: float) -> tuple[dict[str, ViewAnswer], str]:
+        found, last = self._store.next_answers(epoch, number, after, wait_s)
+        return self._heard(found), last
+
+    def _heard(self, found: dict[str, ViewAnswer]) -> dict[str, ViewAnswer]:
         return {m: a.model_copy(update={"tensors_sha256": ""}) for m, a in found.items()} if self._blind else found
 
 
@@ -328,10 +341,11 @@ def test_a_fenced_learner_can_neither_call_a_view_nor_announce(fleet: Fleet) -> 
     v0 = step(old, PolicyVersion(epoch, 0), fleet.weights).version
     fleet.ready("a", "b", at=v0)
     fleet.learner()
-    before = fleet.db.get(fleet.stores[-1].keys.view)
+    keys = fleet.stores[-1].keys
+    before = fleet.db.mget(keys.view, keys.plan), fleet.db.xlen(keys.wake)
     with pytest.raises(Fenced):
         old.publish(PolicyVersion(epoch, 1), fleet.shifted(1.0).items())
-    assert fleet.db.get(fleet.stores[-1].keys.view) == before
+    assert (fleet.db.mget(keys.view, keys.plan), fleet.db.xlen(keys.wake)) == before
     fleet.ready("a", "b", at=v0)
 
 

@@ -5,6 +5,7 @@ The group behaves as NCCL's does, and has one rank. `test_publish_distributed.py
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ from learner.config.learner import DistributedPublishSettings
 from learner.weights import broadcast, buckets, staging
 from learner.weights.base import WeightPublisher
 from learner.weights.broadcast import DistributedPublisher
-from protocol.messages import NEEDS_BROADCAST, EngineInfo, NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
+from protocol.codec import decode_as
+from protocol.messages import NEEDS_BROADCAST, EngineInfo, NodeState, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.redis.errors import RedisUnavailable
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
+from protocol.weights import DIGESTS, WeightBucket, WeightPlan
 from tests.support.lazy_group import DeviceStaging, LazyGroup, lazy_groups
 
 V = [PolicyVersion(1, step) for step in range(6)]
@@ -39,6 +42,7 @@ class Link:
     def __init__(self) -> None:
         self.found = [engine("e1", ranks=2), engine("e2")]
         self.views: list[WeightView] = []
+        self.plans: list[bytes] = []
         self.targets: list[tuple[WeightUpdate, str]] = []
         self.change: dict[str, Any] = {}
         self.before: Callable[[WeightView], object] = lambda view: None
@@ -57,9 +61,13 @@ class Link:
         known = {"epoch": update.epoch, "step": update.step}
         self.found = [e if e.needs_broadcast else e.model_copy(update=known) for e in self.found]
 
-    def view(self, view: WeightView, ttl_s: float) -> None:
+    def view(self, view: WeightView, ttl_s: float, plan: bytes = b"") -> None:
         self.before(view)
         self.views.append(view)
+        self.plans.append(plan)
+
+    def next_answers(self, epoch: int, number: int, after: str, wait_s: float) -> tuple[dict[str, ViewAnswer], str]:
+        return self.answers(epoch, number), after
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         last = self.views[-1]
@@ -75,7 +83,7 @@ class Link:
 
 def engine(name: str, **more: Any) -> EngineInfo:
     given = {"state": NodeState.READY, "incarnation": "i", "transports": ("disk", "distributed"), "dtype": "float32"}
-    return EngineInfo(id=name, url="u", **{**given, **more})
+    return EngineInfo(id=name, url="u", **{**given, "checksums": tuple(DIGESTS), **more})
 
 
 @pytest.fixture
@@ -126,6 +134,38 @@ def test_tensors_are_wanted_where_the_group_sends_from(
     assert make(backend=backend).device == device
 
 
+BOTH = tuple(DIGESTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "token", "known", "checksum", "named"),
+    [
+        ({}, False, BOTH, "xxh3_128", True),
+        ({"checksum": "sha256"}, False, BOTH, "sha256", True),
+        ({"address": "0.0.0.0"}, False, BOTH, "sha256", True),
+        ({"address": "0.0.0.0"}, True, BOTH, "xxh3_128", True),
+        ({}, False, ("sha256",), "sha256", True),
+        ({}, False, (), "sha256", False),
+    ],
+    ids=["default", "set", "not authenticated", "authenticated", "an older engine", "an older node"],
+)
+def test_a_view_names_a_checksum_that_is_safe_there_and_that_every_member_knows(
+    make: Make, link: Link, settings: dict[str, Any], token: bool, known: tuple[str, ...], checksum: str, named: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if token:
+        monkeypatch.setenv("FORAY_NODE_TOKEN", "".join(map(chr, range(40, 80))))
+        monkeypatch.setattr("learner.weights.transfer.member_token", lambda *_: "")  # scripted members do not know it
+    link.found = [engine("e1"), engine("e2", checksums=known)]
+    publisher = make(**settings)
+    step(publisher, V[0], 1.0)
+    assert step(publisher, V[1], 2.0).transport == "distributed"
+    view = link.views[0]
+    assert (view.checksum, bool(view.plan), bool(link.plans[0]), bool(view.buckets)) == (
+        checksum, named, named, not named,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_the_first_version_goes_by_files_and_the_next_by_one_group(
     make: Make, link: Link, deferred: bool, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +190,10 @@ def test_the_first_version_goes_by_files_and_the_next_by_one_group(
     }  # fmt: skip
     assert all(facts[f"publish_{phase}_s"] >= 0 for phase in ("gather", "prepare", "transfer", "verify", "commit"))
     assert link.phases == ["prepare", "transfer", "commit"] * 2 and len(LazyGroup.opened) == 1
-    assert [len(b.names) for b in link.views[0].buckets] == [2, 2] and not link.views[2].buckets
+    plan, view = link.plans[0], link.views[0]
+    assert [len(b.names) for b in decode_as(WeightPlan, plan).buckets] == [2, 2] and not view.buckets
+    assert (view.plan, view.checksum) == (hashlib.sha256(plan).hexdigest(), "xxh3_128")
+    assert [bool(plan) for plan in link.plans] == [True, False, False] * 2, "it is read once, the view several times"
     publisher.announce(update, "done")
     written, state = link.targets[-1]
     assert (written.transport, written.broadcast, state) == ("distributed", True, "done")

@@ -15,8 +15,9 @@ from learner.config.learner import DistributedPublishSettings
 from learner.delivery.store import RunStore
 from learner.weights import broadcast, buckets, build_publisher, staging
 from learner.weights.base import BadWeights, WeightPublisher
-from protocol.messages import WeightBucket, WeightView
+from protocol.messages import WeightView
 from protocol.versions import PolicyVersion
+from protocol.weights import WeightBucket
 from tests.support.fleet import Fleet, Weights, step, two_engines
 from tests.support.lazy_group import DeviceStaging, LazyGroup, lazy_groups
 

@@ -167,8 +167,15 @@ def test_one_that_holds_a_mix_is_mended_in_place_by_the_next_broadcast(
     publisher, v = start(fleet)
     before = fleet.info("b")
     with monkeypatch.context() as patch:
-        told = fleet.stores[-1].answers
-        patch.setattr(fleet.stores[-1], "answers", lambda epoch, number: with_a_wrong_sum(told(epoch, number)))
+        store = fleet.stores[-1]
+        told, tells = store.answers, store.next_answers
+
+        def next_answers(*what: Any) -> Any:
+            found, last = tells(*what)
+            return with_a_wrong_sum(found), last
+
+        patch.setattr(store, "answers", lambda epoch, number: with_a_wrong_sum(told(epoch, number)))
+        patch.setattr(store, "next_answers", next_answers)
         assert step(publisher, v[1], fleet.shifted(0.5)).transport == "disk"
     fleet.ready("a", at=v[1])
     info = waits(fleet, "b", NodeState.QUARANTINED)

@@ -38,8 +38,11 @@ class EngineLink:
         ids = (member.split("/") for member in self._loaded)
         return [SimpleNamespace(id=id_, incarnation=life, state=NodeState.READY) for id_, life in ids]
 
-    def view(self, view: WeightView, ttl_s: float) -> None:
+    def view(self, view: WeightView, ttl_s: float, plan: bytes = b"") -> None:
         self._phase = view.phase
+
+    def next_answers(self, epoch: int, number: int, after: str, wait_s: float) -> tuple[dict[str, ViewAnswer], str]:
+        return self.answers(epoch, number), after
 
     def answers(self, epoch: int, number: int) -> dict[str, ViewAnswer]:
         if self._phase == "prepare":
@@ -198,8 +201,8 @@ def test_no_more_is_gathered_before_the_pause_than_there_is_room_for(room: int, 
     at_pause: list[int] = []
 
     class Pausing(EngineLink):
-        def view(self, view: WeightView, ttl_s: float) -> None:
-            super().view(view, ttl_s)
+        def view(self, view: WeightView, ttl_s: float, plan: bytes = b"") -> None:
+            super().view(view, ttl_s, plan)
             if view.phase == "transfer":
                 at_pause.append(len(gathered))
 

@@ -30,15 +30,16 @@ from protocol.messages import (
     Status,
     TrajectoryGroup,
     ViewAnswer,
-    WeightBucket,
     WeightUpdate,
     WeightView,
 )
 from protocol.versions import PolicyVersion
+from protocol.weights import WeightBucket, WeightPlan
 from tests.support.messages import make_group, make_task, make_trajectory, policy_segment
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
+BUCKETS = (WeightBucket(names=("a", "b"), dtypes=("float32", "bfloat16"), shapes=((2, 3), ())),)
 EXAMPLES: dict[str, Message] = {
     "task": make_task(7),
     "group": make_group(3, (1.0, 0.0), version=PolicyVersion(2, 41)),
@@ -56,9 +57,10 @@ EXAMPLES: dict[str, Message] = {
         address="127.0.0.1",
         port=29500,
         world_size=2,
-        buckets=(WeightBucket(names=("a", "b"), dtypes=("float32", "bfloat16"), shapes=((2, 3), ())),),
+        buckets=BUCKETS,
         deadline=1.5,
     ),
+    "plan": WeightPlan(buckets=BUCKETS),
     "answer": ViewAnswer(member="e1/ab", number=3, phase="loaded", kind="cpu", checksum="cd", pause_s=0.25),
     "engine": EngineInfo(id="e1", url="http://127.0.0.1:1", state=NodeState.READY, epoch=2, step=41, tokenizer="cd"),
     "metrics": MetricsSnapshot(process="learner", id="l", uptime_s=1.5, values={"step": 3.0}, waits={"data": 0.25}),
@@ -76,14 +78,14 @@ def test_every_kind_survives_the_round_trip(kind: str) -> None:
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_bytes_are_those_of_the_golden_file(kind: str) -> None:
     # A change here breaks compatibility with running processes of the last release: see messages.py.
-    frozen = (GOLDEN / f"v1.7-{kind}.msgpack").read_bytes()
+    frozen = (GOLDEN / f"v1.8-{kind}.msgpack").read_bytes()
     assert codec.encode(codec.decode(frozen)) == codec.encode(EXAMPLES[kind])
     assert frozen == codec.encode(EXAMPLES[kind])
 
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for minor in range(7) for path in GOLDEN.glob(f"v1.{minor}-*.msgpack")),
+    sorted(path for minor in range(8) for path in GOLDEN.glob(f"v1.{minor}-*.msgpack")),
     ids=lambda path: path.stem,
 )
 @pytest.mark.fault(31, 52)
@@ -92,7 +94,7 @@ def test_what_an_older_minor_wrote_is_still_read_as_it_was_meant(path: Path) -> 
 
 
 def test_every_kind_has_an_example_and_a_golden_file() -> None:
-    assert set(EXAMPLES) == set(codec.KINDS) == {p.stem.split("-")[1] for p in GOLDEN.glob("v1.7-*.msgpack")}
+    assert set(EXAMPLES) == set(codec.KINDS) == {p.stem.split("-")[1] for p in GOLDEN.glob("v1.8-*.msgpack")}
 
 
 def test_arrays_keep_dtype_shape_and_are_read_only() -> None:

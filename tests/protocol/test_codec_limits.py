@@ -22,9 +22,9 @@ from protocol.messages import (
     Task,
     Trajectory,
     TrajectoryGroup,
-    WeightBucket,
     WeightView,
 )
+from protocol.weights import WeightBucket
 from tests.support.messages import make_group, make_task, make_trajectory
 
 MIB = 1 << 20

@@ -16,11 +16,12 @@ import pytest
 from aiohttp import web
 
 from protocol.codec import decode_as, encode
-from protocol.messages import MetricsSnapshot, NodeState, ViewAnswer, WeightBucket, WeightUpdate, WeightView
+from protocol.messages import MetricsSnapshot, NodeState, ViewAnswer, WeightUpdate, WeightView
 from protocol.runtime.http.auth import Access, member_token
 from protocol.runtime.lifecycle import ShutdownSignal
 from protocol.settings import RunSettings
 from protocol.versions import PolicyVersion
+from protocol.weights import WeightBucket, WeightPlan
 from rollout_server.node.config import AttachedEngine, NodeSettings
 from rollout_server.node.server import serve
 from rollout_server.node.weights import receiver as receive
@@ -86,6 +87,7 @@ class Learner:
         given = {"phase": phase, "deadline": seconds + micros / 1e6 + left_s, "members": (f"e/{info.incarnation}",)}
         self.view = self.view.model_copy(update=given | more)
         self.world.sync.set(self.world.keys.view, encode(self.view))
+        self.wake()
 
     def heard(self) -> ViewAnswer | None:
         found = self.world.sync.hgetall(self.world.keys.answers(self.view.epoch, self.view.number))
@@ -112,6 +114,10 @@ class Learner:
             path="",
         )
         (redis or self.world.sync).hset(self.world.keys.target, mapping={"b": encode(update), "state": "ready"})
+        self.wake(redis)
+
+    def wake(self, redis: Any = None) -> None:
+        (redis or self.world.sync).xadd(self.world.keys.wake, {"n": 1}, maxlen=8)
 
 
 @contextlib.asynccontextmanager
@@ -208,6 +214,36 @@ async def test_an_engine_that_says_what_it_holds_is_summed_up_over_what_was_sent
         answer = await learner.hears("loaded")
         assert answer.tensors_sha256 == hashlib.sha256(b"a 11\nc 33\n").hexdigest()
         assert answer.unused == ("b",) and len(answer.checksum) == 64
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (
+            {"checksum": "blake3"},
+            "unknown checksum 'blake3', known are sha256, xxh3_128: install the learner's version",
+        ),
+        ({"buckets": (), "plan": "0" * 64}, "another learner has written its own"),
+    ],
+)
+async def test_a_view_that_a_node_cannot_follow_is_refused_and_the_next_is_found_without_a_wake_up(
+    world, tmp_path: Path, more: dict[str, Any], why: str
+) -> None:
+    plan = encode(WeightPlan(buckets=BUCKETS))
+    async with ring(world, tmp_path) as (engine, learner):
+        world.sync.set(world.keys.plan, plan)
+        learner.say("prepare", **more)
+        assert why in (await learner.hears("failed")).detail
+        await eventually(has_state(world, NodeState.READY, V1), "READY at what it held")
+        assert engine.swap() == []
+        learner.wake = lambda *_: None  # type: ignore[method-assign]
+        given = {"number": 2, "checksum": "sha256", "buckets": (), "plan": hashlib.sha256(plan).hexdigest()}
+        learner.say("prepare", **given)
+        await learner.hears("prepared")
+        world.sync.delete(world.keys.plan)  # it is read once
+        learner.say("transfer")
+        await learner.hears("loaded")
+        assert [body["names"] for body in engine.bodies[BUCKET]] == [["a", "b"], ["c"]]
 
 
 PROOF = WeightBucket(names=("norm.weight",), dtypes=("bfloat16",), shapes=((4,),))

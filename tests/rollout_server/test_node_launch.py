@@ -257,7 +257,7 @@ async def test_an_sglang_offers_the_transports_that_its_ranks_complete(
 
     found = await read_capabilities(cast(EngineAdmin, Described()), pause_mode="retract")
     assert (set(found["transports"]), found["ranks"], found["proves"]) == (transports, ranks, proves)
-    assert found["versions"] == {"engine": "sglang 0.5.21"}
+    assert found["versions"] == {"engine": "sglang 0.5.21"} and found["checksums"] == ("sha256", "xxh3_128")
     sizes = [f"{name}{info.get(name + '_size', 1)}" for name in ("tp", "pp", "dp", "ep", "attn_dp")]
     assert found["layout"] == "/".join(["sglang", *sizes, "bfloat16", str(info.get("quantization", "none"))])
 

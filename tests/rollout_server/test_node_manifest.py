@@ -72,11 +72,14 @@ def test_a_sound_version_passes_and_hidden_files_of_the_file_system_do_not_matte
     [
         (lambda p: (p / "model.safetensors").write_bytes(b"w" * 4999), "4999 bytes, but 5000 in the manifest"),
         (lambda p: (p / "model.safetensors").write_bytes(b"w" * 4999 + b"v"), "sha256 differs"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"w" * 2500 + b"u" * 2500), "sha256 differs"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"o" * 5000), "sha256 differs"),
+        (lambda p: rewrite(p, lambda m: m.update(version="1.6", digest="c")), "the manifest is of 1.6 c, not of 1.7"),
         (lambda p: (p / "model.safetensors").unlink(), "No such file"),
         (lambda p: (p / "manifest.json").unlink(), "cannot use its manifest"),
         (lambda p: (p / "manifest.json").write_text('{"version": "1.7"'), "cannot use its manifest"),
     ],
-    ids=["cut", "flipped", "missing", "no manifest", "half a manifest"],
+    ids=["cut", "flipped", "swapped", "old bytes", "old version", "missing", "no manifest", "half a manifest"],
 )
 def test_what_a_crash_or_a_bad_disk_leaves_is_refused(version: Path, harm: Harm, why: str) -> None:
     harm(version)

@@ -131,6 +131,16 @@ class RedisClient:
                 reply: Any = await self._reader.xreadgroup(group, consumer, {stream: ">"}, count=count, block=BLOCK_MS)
         return [entry for _, entries in reply or [] for entry in entries]
 
+    async def wait(self, stream: str, after: str, seconds: float) -> str:
+        """Wait until `stream` has entries after the id `after` (XREAD), at most `seconds`; return the last one's id.
+
+        Returns `after` if there are none. Raises RedisUnavailable.
+        """
+        with self._errors(stream):
+            async with asyncio.timeout(seconds + COMMAND_S):
+                reply: Any = await self._reader.xread({stream: after}, block=max(1, int(1000 * seconds)))
+        return str(reply[0][1][-1][0].decode()) if reply else after
+
 
 class Backoff:
     """Sleep between attempts of one activity; log the first failure and the recovery.

@@ -7,7 +7,6 @@ complex multiplication. Attention scores do not change, because q and k have the
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import NamedTuple, TypedDict
 import torch
 from safetensors.torch import load as parse_safetensors
 
+from protocol.weights import DIGESTS
 from rollout_server.cpu_engine.model.config import LayerPlan, ModelConfig
 
 Tensors = dict[str, torch.Tensor]
@@ -116,8 +116,8 @@ class Weights:
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
         self.places: dict[str, TensorSlot] = {}
-        self._sums: dict[str, str] = {}
-        """Checksums of tensors that have not been replaced since."""
+        self._sums: dict[str, dict[str, str]] = {}
+        """Name -> algorithm -> checksum, of tensors that have not been replaced since."""
         self.embed = self._whole("model.embed_tokens.weight", config.vocab, config.hidden)
         self.layers = [self._layer(f"model.layers.{i}.", plan) for i, plan in enumerate(config.plan)]
         self.norm = self._whole("model.norm.weight", config.hidden)
@@ -182,15 +182,17 @@ class Weights:
         if not tensor.is_floating_point():
             raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which is not a float type")
 
-    def checksums(self) -> dict[str, str]:
-        """Return the sha256 (hex) of each tensor's bytes by name, in the engine's dtype and Hugging Face's layout."""
-        return {name: self.checksum(name) for name in sorted(self.places)}
+    def checksums(self, algorithm: str = "sha256") -> dict[str, str]:
+        """Return the checksum (hex) of each tensor's bytes by name, in the engine's dtype and Hugging Face's layout."""
+        return {name: self.checksum(name, algorithm) for name in sorted(self.places)}
 
-    def checksum(self, name: str) -> str:
-        """Return the checksum of one tensor. Cached until the tensor is replaced."""
-        if name not in self._sums:
-            self._sums[name] = _digest(self.places[name].get())
-        return self._sums[name]
+    def checksum(self, name: str, algorithm: str = "sha256") -> str:
+        """Return the checksum of one tensor, by one of DIGESTS. Cached until the tensor is replaced."""
+        sums = self._sums.setdefault(name, {})
+        if algorithm not in sums:
+            plain = self.places[name].get().contiguous().view(torch.uint8)
+            sums[algorithm] = DIGESTS[algorithm](plain.numpy().data)
+        return sums[algorithm]
 
     def _whole(self, name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(*shape, dtype=self.dtype)
@@ -332,7 +334,3 @@ def _rotation_order(rows: int, head_dim: int, rotary: int) -> torch.Tensor:
     pairs = torch.arange(rotary).view(2, rotary // 2).t().reshape(-1)
     head = torch.cat((pairs, torch.arange(rotary, head_dim)))
     return (torch.arange(0, rows, head_dim)[:, None] + head).reshape(-1)
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()

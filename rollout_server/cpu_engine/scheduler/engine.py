@@ -186,9 +186,9 @@ class Engine:
 
         return self._call(relabel)
 
-    def checksums(self) -> Future[dict[str, str]]:
-        """Return the sha256 of each tensor by name, computed between two steps."""
-        return self._call(lambda: self.weights.checksums())
+    def checksums(self, algorithm: str = "sha256") -> Future[dict[str, str]]:
+        """Return the checksum of each tensor by name, computed between two steps if it is not known."""
+        return self._call(lambda: self.weights.checksums(algorithm))
 
     def snapshot(self) -> Future[None]:
         """Store the checksums of the weights, for `compare`."""

@@ -21,6 +21,7 @@ from protocol.runtime.http.server import SERVER_OPTIONS, listening
 from protocol.runtime.lifecycle import shutdown_on_signals
 from protocol.runtime.log import start_logging
 from protocol.runtime.number_format import resolve
+from protocol.weights import DIGESTS
 from rollout_server.cpu_engine.config import EngineSettings
 from rollout_server.cpu_engine.model.config import ModelConfig, read_model_config
 from rollout_server.cpu_engine.model.llama import CausalLM
@@ -97,6 +98,7 @@ def build_app(
         "is_generation": True,
         "eos_token_ids": sorted(tokenizer.eos_ids),
         "dtype": str(engine.scheduler.runner.kv.dtype).removeprefix("torch."),
+        "checksums": list(DIGESTS),
     }
     updates = WeightRoutes(engine, settings.update_timeout_s)
     control = AdminRoutes(engine, generation, info, settings.model_dump(mode="json")).routes()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from aiohttp import web
 
+from protocol.weights import refusal
 from rollout_server.cpu_engine.scheduler.engine import Engine, Update
 from rollout_server.cpu_engine.server.validation import BadRequest, optional, read_object, required
 from rollout_server.cpu_engine.weight_sync.group import Bucket, RendezvousSpec, TensorSpec
@@ -77,10 +78,12 @@ class WeightRoutes:
     async def checker(self, http: web.Request) -> web.Response:
         """Check weights. SGLang's other fields (quantised weights, names to skip) are ignored.
 
-        `checksum` returns the sha256 of each tensor in Hugging Face's layout, for comparison with the learner.
+        `checksum` returns that of each tensor in Hugging Face's layout, for comparison with the learner: the sha256, or
+        by the `algorithm` in the body.
         `snapshot`, `reset_tensors` and `compare` test whether an update restores the weights.
         """
-        action = optional(await read_object(http), "action", str, "checksum")
+        body = await read_object(http)
+        action = optional(body, "action", str, "checksum")
         actions = {
             "snapshot": self._engine.snapshot,
             "reset_tensors": self._engine.reset_tensors,
@@ -91,7 +94,7 @@ class WeightRoutes:
             return _done("Success.")
         if action != "checksum":
             raise BadRequest(f"action must be one of checksum, {', '.join(actions)}, not {action!r:.40}")
-        sums = await asyncio.wrap_future(self._engine.checksums())
+        sums = await asyncio.wrap_future(self._engine.checksums(_algorithm(body)))
         return _done("Success.", ranks=[{"rank": 0, "checksums": sums}], checksums=sums)
 
     async def post_process(self, http: web.Request) -> web.Response:
@@ -125,9 +128,8 @@ class WeightRoutes:
         return _done("Succeeded to destroy custom process group.")
 
     async def begin(self, http: web.Request) -> web.Response:
-        """Open a session. `selector` is ignored: there is no draft model."""
-        await read_object(http)
-        self._sessions.begin()
+        """Open a session. `selector` is ignored: there is no draft model. `algorithm`: of the checksums to come."""
+        self._sessions.begin(_algorithm(await read_object(http)))
         return _done("Success")
 
     async def from_distributed(self, http: web.Request) -> web.Response:
@@ -164,6 +166,13 @@ async def _to_the_end(work: asyncio.Future[T]) -> T:
 
 def _done(message: str, **more: Any) -> web.Response:
     return web.json_response({"success": True, "message": message, **more})
+
+
+def _algorithm(body: dict[str, Any]) -> str:
+    algorithm: str = optional(body, "algorithm", str, "sha256")
+    if why := refusal(algorithm):
+        raise BadRequest(why)
+    return algorithm
 
 
 def _bucket(body: dict[str, Any]) -> Bucket:

@@ -31,8 +31,8 @@ class StagedWeights:
     first error.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._weights = Weights(config, dtype)
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, algorithm: str = "sha256") -> None:
+        self._weights, self._algorithm = Weights(config, dtype), algorithm
         self._missing = set(self._weights.places)
         self._fault = ""
         self.empty = True
@@ -56,7 +56,7 @@ class StagedWeights:
             self._weights.put(name, tensor)
             if name in self._weights.places:
                 # computed now, so that it is not necessary while generation is paused
-                self._weights.checksum(name)
+                self._weights.checksum(name, self._algorithm)
         except WeightsError as error:
             self.fail(str(error))
         self._missing.discard(name)
@@ -121,12 +121,12 @@ class UpdateSessions:
             await asyncio.to_thread(group.thread.join, 0.5)
         return not any(group.thread.is_alive() for group in groups)
 
-    def begin(self) -> None:
-        """Open a session. Raises Refused if one is already open."""
+    def begin(self, algorithm: str = "sha256") -> None:
+        """Open a session; `algorithm`: of the checksums, one of DIGESTS. Raises Refused if one is already open."""
         if self._session is not None:
             raise Refused("a weight-update session is already open; call end_weight_update() first")
         weights = self._engine.weights
-        self._session = UpdateSession(StagedWeights(weights.config, weights.dtype))
+        self._session = UpdateSession(StagedWeights(weights.config, weights.dtype, algorithm))
 
     def receive(
         self, group_name: str, bucket: Bucket, *, version: str | None, flush_cache: bool, abort_all: bool

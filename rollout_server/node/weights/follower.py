@@ -31,7 +31,7 @@ from rollout_server.node.registry import Registry
 from rollout_server.node.status import NO_VERSION, EngineStatus
 from rollout_server.node.weights.lora import AdapterLoader
 from rollout_server.node.weights.manifest import WeightsAbsent, WeightsCorrupt, is_present, verify
-from rollout_server.node.weights.receiver import GROUP_POLL_S, WeightReceiver
+from rollout_server.node.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class WeightFollower:
         self._receiver = WeightReceiver(status, registry, settings, stats)
 
     async def follow(self, client: EngineAdmin) -> None:
-        """Consume target and view in Redis; produce loaded versions; wait poll_s, longer after a failure.
+        """Consume target and view in Redis; produce loaded versions; wait for a change, longer after a failure.
 
         Also waits for evaluations to end. Raises EngineLost when a swap failed; otherwise ended by cancellation.
         """
@@ -98,8 +98,7 @@ class WeightFollower:
                     continue
                 update = target_view.wanted(self._settings.role, self._status.version)
                 if update is None or not self.should_load(update) or await self._is_elsewhere(update):
-                    poll_s = self._settings.poll_s
-                    await asyncio.sleep(min(poll_s, GROUP_POLL_S) if self._receiver.in_group else poll_s)
+                    await self._registry.woken(self._settings.poll_s)
                     continue
                 failures, tried = (failures if update == tried else 0), update
                 failures = 0 if await self._advance(client, loader, update, failures) else failures + 1

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.errors import ForayError
-from protocol.messages import NEEDS_BROADCAST, NodeState, ViewAnswer, WeightBucket, WeightView
+from protocol.messages import NEEDS_BROADCAST, NodeState, ViewAnswer, WeightView
 from protocol.runtime.http.auth import member_token, read_access
 from protocol.runtime.redis.errors import RedisUnavailable
-from protocol.weight_sums import sum_of
+from protocol.weights import WeightBucket, refusal, sum_of
 from rollout_server.engine.admin import EngineAdmin, WeightChecksums
 from rollout_server.engine.base import EngineError
 from rollout_server.metrics import Stats
@@ -40,10 +40,8 @@ from rollout_server.node.status import NO_VERSION, EngineStatus
 
 log = logging.getLogger(__name__)
 
-PHASE_POLL_S, PAUSED_POLL_S = 0.02, 0.005
-"""Poll interval for the next phase; the second one while generation is paused."""
-GROUP_POLL_S = 0.05
-"""Poll interval of group members for the next view: training waits for their answers."""
+LOOK_S = 0.25
+"""Longest time between two looks for the next phase, which wakes the node; also the wait after an error of Redis."""
 ALREADY_OPEN = "session is already open"
 """Part of the answer of SGLang and the CPU engine to a second begin."""
 JOINING = "joining"
@@ -67,6 +65,7 @@ class TransferAborted(ForayError):
 class TransferState:
     """Progress of this engine in one view. Times are from time.monotonic; 0.0: not yet.
 
+    buckets  of the view
     again    the view's version is the target already
     before   state of the engine when the view began
     waits    it waited for a broadcast
@@ -80,6 +79,7 @@ class TransferState:
     again: bool
     before: NodeState
     waits: bool
+    buckets: tuple[WeightBucket, ...] = ()
     paused_at: float = 0.0
     transfer_s: float = 0.0
     verify_s: float = 0.0
@@ -114,7 +114,7 @@ class WeightReceiver:
 
     @property
     def in_group(self) -> bool:
-        """Whether the engine is in a group, and should poll for the next view."""
+        """Whether the engine is in a group."""
         return bool(self._group) and self._home == self._status.incarnation
 
     def is_invited(self, target_view: TargetView, *, epoch: int) -> bool:
@@ -174,8 +174,13 @@ class WeightReceiver:
         try:
             if await self._registry.held_back(self._settings.role, view.version):
                 raise TransferAborted("an evaluation is running")
+            part.buckets = await self._registry.buckets(view)
         except RedisUnavailable as error:
             raise TransferAborted(f"Redis: {error}") from None
+        if why := refusal(view.checksum):
+            raise TransferAborted(why)
+        if not part.buckets:
+            raise TransferAborted("Redis does not hold the view's plan (wv:plan): another learner has written its own")
         # an engine that hangs would block the whole group
         await client.model_info(timeout_s=self._status.limit_s(LISTENS_S))
         if not (self.in_group and self._group == view.group):
@@ -225,11 +230,12 @@ class WeightReceiver:
         view = part.view
         while True:
             try:
+                await self._registry.woken(min(LOOK_S, max(0.0, part.deadline - time.monotonic())))
                 target_view = await self._registry.target_view()
             except RedisUnavailable as error:
                 part.left_s  # noqa: B018 - raises at the deadline
                 log.warning("view %d waits for Redis: %s", view.number, error)
-                await asyncio.sleep(10 * PHASE_POLL_S)
+                await asyncio.sleep(LOOK_S)
                 continue
             target, now = target_view.target, target_view.view
             if target is not None and target.epoch > view.epoch:
@@ -252,7 +258,6 @@ class WeightReceiver:
             elif now is not None and (now.epoch, now.number) > (view.epoch, view.number):
                 raise TransferAborted("the learner started another view")
             part.left_s  # noqa: B018 - raises at the deadline
-            await asyncio.sleep(PAUSED_POLL_S if part.paused_at else PHASE_POLL_S)
 
     async def _load(self, client: EngineAdmin, part: TransferState) -> None:
         """Receive every bucket. The engine is paused afterwards."""
@@ -262,7 +267,7 @@ class WeightReceiver:
         began = time.monotonic()
         await self._begin(client, part)
         part.open, part.touched = True, not stages
-        for bucket in view.buckets:
+        for bucket in part.buckets:
             # a margin, so that a failed broadcast is reported by the engine and not by our timeout
             await client.receive_bucket(bucket, view.group, flattened=view.flattened, timeout_s=part.left_s + MARGIN_S)
         part.transfer_s = time.monotonic() - began
@@ -278,7 +283,7 @@ class WeightReceiver:
 
     async def _begin(self, client: EngineAdmin, part: TransferState) -> None:
         try:
-            await client.begin_update(timeout_s=part.left_s)
+            await client.begin_update(timeout_s=part.left_s, algorithm=self._algorithm(part))
         except EngineError as error:
             part.open = ALREADY_OPEN in error.detail  # left by a killed node: it is closed with this view
             raise
@@ -290,7 +295,7 @@ class WeightReceiver:
 
     async def _verify(self, client: EngineAdmin, part: TransferState) -> WeightChecksums:
         began = time.monotonic()
-        sums = await client.checksums(timeout_s=part.left_s)
+        sums = await client.checksums(timeout_s=part.left_s, algorithm=self._algorithm(part))
         part.verify_s = time.monotonic() - began
         return sums
 
@@ -323,7 +328,7 @@ class WeightReceiver:
         detail: str = "",
     ) -> None:
         """Send an answer to the learner. Raises TransferAborted if Redis does not accept it."""
-        sent = [name for bucket in part.view.buckets for name in bucket.names] if sums.tensors else []
+        sent = [name for bucket in part.buckets for name in bucket.names] if sums.tensors else []
         answer = ViewAnswer(
             member=part.member,
             number=part.view.number,
@@ -392,6 +397,10 @@ class WeightReceiver:
             await client.leave_group(group, timeout_s=self._status.limit_s(CLEAN_UP_S))
         except EngineError as error:
             log.info("leaving group %s: %s", group, error)
+
+    def _algorithm(self, part: TransferState) -> str:
+        """Return the algorithm to name to the engine, if it is one that knows several."""
+        return part.view.checksum if self._stages else ""
 
     @property
     def _stages(self) -> bool:

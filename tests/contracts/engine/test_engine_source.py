@@ -18,7 +18,8 @@ import pytest
 from sglang_source import SERVER, SglangSource
 
 from deploy.hardware.profiles import ADAPTERS, OWN_GPU
-from protocol.messages import Sampling, WeightBucket, WeightView
+from protocol.messages import Sampling, WeightView
+from protocol.weights import WeightBucket
 from rollout_server.engine.admin import EngineAdmin
 from rollout_server.engine.base import EngineError, GenerateRequest
 from rollout_server.engine.client import EngineHttp, SglangClient

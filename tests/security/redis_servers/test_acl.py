@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ from protocol.codec import encode
 from protocol.errors import UserError
 from protocol.header import seal
 from protocol.keys import TASK_GROUP, Keys
-from protocol.messages import EngineInfo, MetricsSnapshot, NodeState
+from protocol.messages import EngineInfo, MetricsSnapshot, NodeState, ViewAnswer, WeightView
 from protocol.runtime.redis import processes
 from protocol.runtime.redis.aio import RedisClient
 from protocol.runtime.redis.client import connect
 from protocol.runtime.redis.server import function_library
 from protocol.settings import REDIS_URL_VARIABLE, RunSettings
 from protocol.versions import PolicyVersion
+from protocol.weights import WeightBucket, WeightPlan
 from rollout_server.dispatch.fleet import Fleet
 from rollout_server.dispatch.leases import LeasePool, TaskLease
 from rollout_server.dispatch.publisher import GroupPublisher
@@ -155,6 +157,42 @@ async def test_a_node_registers_follows_and_answers_as_its_own_user(
     await registry.deregister("e1")
     await client.aclose()
     assert users["viewer"].exists(KEYS.engine("e1")) == 0
+
+
+@pytest.mark.parametrize("acl", ["of this Foray", "of an older one"])
+async def test_learner_and_node_wake_each_other_as_their_own_users(
+    urls: dict[str, str], users: dict[str, redis.Redis], acl: str
+) -> None:
+    bucket = WeightBucket(names=("a",), dtypes=("float32",), shapes=((2,),))
+    plan = encode(WeightPlan(buckets=(bucket,)))
+    view = WeightView(
+        run=RUN, epoch=1, step=1, number=1, phase="prepare", members=("e1/i",), rank_offsets=(1,), group="g",
+        address="127.0.0.1", port=1, world_size=2, plan=sha256(plan).hexdigest(),
+    )  # fmt: skip
+    older, now = acl == "of an older one", rules(RUN, "node")
+    assert " +xread)" in now and " +xadd +fcall)" in now
+    before = now.replace(" +xread)", " +get)").replace(" +xadd +fcall)", " +fcall)")
+    users["admin"].execute_command("ACL", "SETUSER", "node", "clearselectors", *(before if older else now).split())
+    store, client = RunStore(urls["learner"], RUN), RedisClient(urls["node"], KEYS)
+    registry = Registry(client, lease_s=5)
+    try:
+        store.prepare()
+        epoch = store.acquire("L", 0, 60_000, takeover=True)
+        assert isinstance(epoch, int)
+        store.set_owner(epoch, "L")
+        waiting = asyncio.create_task(registry.woken(30))
+        await asyncio.to_thread(store.view, view, 60.0, plan)
+        await waiting
+        assert await registry.buckets(view) == (bucket,)
+        answer = ViewAnswer(member="e1/i", number=1, phase="prepared")
+        await registry.answer(view, answer)
+        heard, last = await asyncio.to_thread(store.next_answers, 1, 1, "0", 0.0 if older else 30.0)
+        assert store.answers(1, 1) == {"e1/i": answer} and heard == ({} if older else {"e1/i": answer})
+        assert store.next_answers(1, 1, last, 0.0) == ({}, last)
+    finally:
+        users["admin"].execute_command("ACL", "SETUSER", "node", "clearselectors", *now.split())
+        await client.aclose()
+        store.close()
 
 
 async def test_a_retriever_registers_and_a_rollout_server_finds_it_each_as_its_own_user(
@@ -367,6 +405,8 @@ def test_a_node_cannot_write_what_engines_must_load_or_publish_trajectories(user
     for command in (
         ("HSET", KEYS.target, "b", "x"),
         ("SET", KEYS.view, "x"),
+        ("SET", KEYS.plan, "x"),
+        ("XADD", KEYS.wake, "*", "n", "1"),
         ("XADD", KEYS.traj, "*", "seq", "1"),
         ("XADD", KEYS.tasks, "*", "seq", "1"),
         ("XREADGROUP", "GROUP", TASK_GROUP, "n", "STREAMS", KEYS.tasks, ">"),
