@@ -62,8 +62,9 @@ def code_lines(modules: house.Modules) -> dict[str, int]:
     code = dict.fromkeys((*PACKAGES, *APART), 0)
     for _, m in sorted(modules.items()):
         top, *rest = m.path.parent.parts
+        lines = house.code_lines(m)
         for folder in (top, *(f"{top}/{package}" for package in rest[:1] if top in PACKAGES)):
-            code[folder] = code.get(folder, 0) + house.code_lines(m)
+            code[folder] = code.get(folder, 0) + lines
     return code
 
 

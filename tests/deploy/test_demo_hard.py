@@ -20,6 +20,7 @@ from retriever.index.config import Bm25Settings
 from tests.support.small_retriever import TextSource
 
 Finds = dict[str, list[str]]
+NAMES = frozenset(NAME_WORDS)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -28,7 +29,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def names_in(text: str) -> list[str]:
     """The names in a text, all of two words."""
-    words = [word for word in re.findall(r"\w+", text) if word in set(NAME_WORDS)]
+    words = [word for word in re.findall(r"\w+", text) if word in NAMES]
     return [" ".join(pair) for pair in zip(words[::2], words[1::2], strict=True)]
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ METRIC = re.compile(r"(?<![\w:])((?:foray_|sglang:|run:)[\w:]+)\s*(\{[^}]*\})?")
 OF_PROMETHEUS = {"run", "instance", "job", "le"}
 
 
+@cache
 def reference() -> dict[str, set[str]]:
     """Name of each series in docs/metrics.md -> its own labels."""
     found: dict[str, set[str]] = {}

@@ -36,6 +36,11 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Everything in `tree`, kept because most checks read all of it."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def folder(self) -> str:
         return self.path.parent.as_posix()
@@ -50,7 +55,7 @@ class Module:
         `from a.b import c`."""
         package = self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
         found: set[str] = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -129,7 +134,7 @@ def impurities(modules: Modules, package: str, *, apart: str, allowed: Collectio
             foreign = module.frameworks - {package, *allowed}
             wrong += [f"{name} imports {other}" for other in sorted(foreign)]
             wrong += [f"{name} imports {other}" for other in sorted(module.imports) if _is_under(other, apart)]
-            wrong += [f"{name}:{line} calls {call}" for call, line in _io_calls(module.tree)]
+            wrong += [f"{name}:{line} calls {call}" for call, line in _io_calls(module)]
     return wrong
 
 
@@ -139,9 +144,9 @@ _IO = frozenset(
 )
 
 
-def _io_calls(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def _io_calls(module: Module) -> Iterator[tuple[str, int]]:
     """Yield calls that reach files, the terminal, the clock or the environment, by what they are named."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else ""
             name = node.func.attr if isinstance(node.func, ast.Attribute) and node.func.attr != "open" else name
@@ -177,7 +182,7 @@ def long_files(modules: Modules) -> list[str]:
 
 
 def long_functions(modules: Modules) -> list[str]:
-    functions = ((m, node) for m in modules.values() for node in _functions(m.tree))
+    functions = ((m, node) for m in modules.values() for node in _functions(m))
     sizes = ((m, node, (node.end_lineno or 0) - node.lineno + 1) for m, node in functions)
     return [f"{m.path}:{node.name}: {lines} lines" for m, node, lines in sizes if lines > FUNCTION_CAP]
 
@@ -187,7 +192,7 @@ def code_lines(module: Module) -> int:
     lines = module.text.splitlines()
     code = {number for number, line in enumerate(lines, 1) if (rest := line.strip()) and rest[0] != "#"}
     docstrings: set[int] = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
         elif isinstance(node, ast.Constant | ast.JoinedStr) and re.match(
@@ -198,7 +203,7 @@ def code_lines(module: Module) -> int:
 
 
 def longest_function(modules: Modules) -> int:
-    return max((node.end_lineno or 0) - node.lineno + 1 for m in modules.values() for node in _functions(m.tree))
+    return max((node.end_lineno or 0) - node.lineno + 1 for m in modules.values() for node in _functions(m))
 
 
 def own_knobs(modules: Modules) -> int:
@@ -247,8 +252,8 @@ def mutual_folders(modules: Modules, package: str) -> list[str]:
     return sorted(f"{package}: {a} <-> {b}" for a, b in arrows if a < b and (b, a) in arrows)
 
 
-def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (node for node in module.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def lonely_modules(modules: Modules) -> dict[str, str]:
@@ -276,7 +281,7 @@ def unreferenced_modules(modules: Modules) -> list[str]:
     strings = " ".join(
         node.value
         for module in modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     named = set(re.findall(r"[A-Za-z_]\w*(?:\.\w+)*", strings))
@@ -305,7 +310,7 @@ def unused_code(modules: Modules, extra: str = "") -> dict[str, list[str]]:
     machine = Vulture(ignore_names=["model_config"], ignore_decorators=["@model_validator", "@field_validator"])
     for module in modules.values():
         machine.scan(module.text, filename=module.path)
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 target = re.fullmatch(r"[\w.]+:(\w+)", node.value)
                 extra += f"\n{target[1]}" if target else ""

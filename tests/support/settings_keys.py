@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -10,9 +11,10 @@ from pydantic import BaseModel
 from deploy.config import RunConfig
 
 
-def every_key(kind: Any = RunConfig, path: str = "") -> set[str]:
-    """Return the dotted keys below `kind`; those of a list's items are without an index."""
-    return set(_walk(kind, path))
+@cache
+def every_key() -> frozenset[str]:
+    """Return the dotted keys of RunConfig; those of a list's items are without an index."""
+    return frozenset(_walk(RunConfig, ""))
 
 
 def _walk(kind: Any, path: str) -> Iterator[str]:
