@@ -6,7 +6,6 @@ Raw bytes cannot grow that way.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -21,8 +20,9 @@ MAX_NAME, MAX_TEXT, MAX_ITEMS = 256, 1 << 20, 65536
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Number = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-NonNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+LARGEST = float(np.finfo(np.float64).max)
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+NonNegative = Annotated[float, Meta(ge=0, le=LARGEST)]
 
 Int32Array = npt.NDArray[np.int32]
 """[n] int32, little-endian on the wire."""

@@ -35,8 +35,12 @@ hypothesis.settings.load_profile("foray")
 # Tests make far more objects than garbage in cycles: looking for it as often as is usual takes a tenth of the suite.
 gc.set_threshold(100_000, 20, 50)
 
-HEAVY = ("simulation", "learner", "contracts", "e2e", "chaos")
-"""Folders with files of many seconds, in this order: a worker that gets one last would keep the others waiting."""
+HEAVY = (
+    *("contracts", "chaos", "e2e", "api", "deploy", "simulation", "learner", "rollout_server", "security"),
+    "test_house.py",
+)
+"""Folders and files of many seconds, in this order: a worker that gets one last would keep the others waiting. The slow
+tier begins with the engine's contract, which one worker has to itself, and whole runs."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,7 +27,7 @@ OURS = (*PACKAGES, "benchmarks")
 PURE_IMPORTS = {
     *("__future__", "base64", "collections", "contextlib", "dataclasses", "datetime", "enum", "functools", "hashlib"),
     *("itertools", "json", "math", "operator", "pathlib", "re", "typing", "urllib", "zlib"),
-    *("msgpack", "numpy", "pydantic", "pydantic_core"),
+    *("isal", "msgpack", "msgspec", "numpy", "pydantic", "pydantic_core", "xxhash"),
 }
 """What `protocol` may import: no sockets, files, clock, threads or environment."""
 
@@ -78,7 +78,7 @@ LONELY = {
 UNUSED = {
     "set on an object of a library, which reads it": {
         *("distance_compute_blas_threshold", "epilog", "pre_tokenizer", "__compatible_ops__", "see_memory_usage"),
-        *("_global_grad_norm", "_disable_adapters", "__class__", "writeable", "excepthook", "exc_text", "maxother"),
+        *("_global_grad_norm", "_disable_adapters", "__class__", "excepthook", "exc_text", "maxother"),
         *("maxstring", "use_cache", "useFloat16", "efConstruction", "min_points_per_centroid", "own_fields"),
         *("max_points_per_centroid", "niter", "allow_fp16_reduced_precision_reduction"),
         *("num_key_value_groups", "row_factory", "_is_hf_initialized"),

@@ -24,7 +24,7 @@ from learner.data.questions import load_questions
 from protocol.runtime.records import RowCount
 from tests.support.format_samples import SEARCH_R1
 
-FEW, MANY = 25, int(os.environ.get("FORAY_EXAMPLES", "2000"))
+FEW, MANY = 25, int(os.environ.get("FORAY_EXAMPLES", "500"))
 WORD = st.sampled_from(["ada", "emma", "7 + 3", "7 - 3", "C#", "c++", '"Heroes', 'of "x"'])
 VALID = st.fixed_dictionaries(
     {"question": st.lists(WORD, min_size=1, max_size=3).map(" ".join), "answers": st.lists(WORD, min_size=1)},

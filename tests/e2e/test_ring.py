@@ -19,6 +19,7 @@ STEPS, GROUPS = 3, 2
 SMALL = (f"run.steps={STEPS}", f"run.groups_per_step={GROUPS}", "run.group_size=4", "learner.checkpoint_every=2")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_small_run_trains_every_group_once_on_the_tokens_of_its_engine(tmp_path: Path) -> None:
     save_model(new_model(0), tmp_path / "model")

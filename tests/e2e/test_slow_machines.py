@@ -98,7 +98,7 @@ SHORT = ("rollout.episode.max_new_tokens=10", "rollout.episode.max_turns=2")
 @pytest.mark.fault(19)
 @pytest.mark.parametrize(
     ("load", "step_s", "steps", "overrides"),
-    [(quota, 0, 2, ()), (alone, 8, 1, SHORT), (busy, 0, 3, ())],
+    [(quota, 0, 2, ()), (alone, 8, 1, SHORT), (busy, 0, 2, ())],
     ids=["a CPU quota of 10 %", "steps of 8 s", "a learner at nice 19"],
 )
 def test_a_slow_ring_loses_nothing_and_ends(

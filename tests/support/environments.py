@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +28,17 @@ CHAT = (
 
 def write_tokenizer(directory: Path, kind: Kind, *, more_words: Sequence[str] = ()) -> Path:
     """Write the tokenizer's files in Hugging Face layout; returns `directory`."""
-    tokenizer = _words(more_words) if kind == "words" else _bytes()
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(_text(kind, tuple(more_words)), encoding="utf-8")
     config: dict[str, Any] = {"eos_token": EOS_OF[kind]} | ({"chat_template": CHAT} if kind == "bytes" else {})
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+@cache
+def _text(kind: Kind, more_words: tuple[str, ...]) -> str:
+    tokenizer = _words(more_words) if kind == "words" else _bytes()
+    return str(tokenizer.to_str(pretty=True))
 
 
 def make_environment(
