@@ -37,7 +37,8 @@ def test_a_dead_seq_is_requeued_by_its_number_and_trained(
     def ask(updates: int) -> None:
         if updates == 4:  # the checkpoint of step 3, written in the background, books both as dead
             checkpoints = Checkpoints(run.checkpoint_dir, 1)
-            wait_until(lambda: checkpoints.load().facts["step"] >= 3, "the checkpoint of step 3", 60)
+            booked = lambda: (found := checkpoints.load()) is not None and found.facts["step"] >= 3  # noqa: E731
+            wait_until(booked, "the checkpoint of step 3", 60)
             fails.clear()
             codes.append(main(["dlq", "list", "--config", str(config), "--json"]))
             codes.append(main(["dlq", "requeue", "3", "--config", str(config)]))
