@@ -91,9 +91,7 @@ class Message(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **update)
 
     def model_dump(self, *, include: Collection[str] = ()) -> dict[str, Any]:
-        """Return the fields, or those in `include`, as plain values; arrays as bytes."""
+        """Return the fields, or those in `include`, as plain values: tuples as lists, arrays as bytes."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if not include or name in include}
-        plain: dict[str, Any] = msgspec.to_builtins(
-            fields, enc_hook=lambda value: bytes(write_array(value)), builtin_types=(bytes,)
-        )
+        plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(fields, enc_hook=write_array))
         return plain

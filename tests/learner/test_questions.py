@@ -73,7 +73,7 @@ def test_the_fingerprint_depends_on_the_questions_not_on_the_file_format(tmp_pat
         ({"question": "who ?"}, "no answer"),
         ({"question": "who ?", "answers": []}, "`answers` is empty"),
         ({"question": "who ?", "answers": [1]}, "`answers` is not"),
-        ({"question": "who ?", "answers": ["x"], "id": "i" * 300}, "at most 256"),
+        ({"question": "who ?", "answers": ["x"], "id": "i" * 300}, "length <= 256"),
         ({"question": "who ?", "answers": ["x" * 600_000] * 2}, "exceed a task's limit of 1044480"),
     ],
 )

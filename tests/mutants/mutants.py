@@ -28,7 +28,7 @@ FORMULAS = ("learner/test_formulas.py", "learner/test_formulas_batch.py")
 MUTANTS = (
     # delivery: functions of Redis
     Mutant("ack is not fenced", LUA, f"{OWN}\n  local n = 0", "local n = 0", FUNCTIONS),
-    Mutant("view is not fenced", LUA, f"{OWN}\n  call('SET', k[2], a[3]", "call('SET', k[2], a[3]", FUNCTIONS),
+    Mutant("view is not fenced", LUA, f"{OWN}\n  if a[5]", "if a[5]", FUNCTIONS),
     Mutant("a lease without its epoch", LUA, "call('HGET', lease, 'epoch') == epoch and ", "", FUNCTIONS),
     Mutant("a lease without its token", LUA, " and call('HGET', lease, 'token') == token", "", FUNCTIONS),
     Mutant(
@@ -416,8 +416,8 @@ MUTANTS = (
     Mutant(
         "a group has no engine",
         "rollout_server/engine/selection.py",
-        "    for name in usual:",
-        "    for name in usual[:1]:",
+        'next(filter(None, usual), "")',
+        'usual[0] if usual else ""',
         ("rollout_server/test_choose.py", "rollout_server/test_router.py"),
     ),
     # who may call what

@@ -32,6 +32,9 @@ class Announcements:
         self.reads += 1
         return TargetView(self.update, None, 0.0)
 
+    async def woken(self, longest_s: float) -> None:
+        await asyncio.sleep(longest_s)
+
     async def held_back(self, role: object, version: PolicyVersion) -> bool:
         return False
 

@@ -179,7 +179,7 @@ class WeightReceiver:
             raise TransferAborted(f"Redis: {error}") from None
         if why := refusal(view.checksum):
             raise TransferAborted(why)
-        if not part.buckets:
+        if view.plan and not part.buckets:
             raise TransferAborted("Redis does not hold the view's plan (wv:plan): another learner has written its own")
         # an engine that hangs would block the whole group
         await client.model_info(timeout_s=self._status.limit_s(LISTENS_S))
