@@ -51,10 +51,10 @@ class PhaseLink:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def view(self, view: WeightView, ttl_s: float) -> None:
+    def view(self, view: WeightView, ttl_s: float, plan: bytes = b"") -> None:
         self.phases.append(view.phase)
         self.then(view.phase)
-        self._store.view(view, ttl_s)
+        self._store.view(view, ttl_s, plan)
 
 
 def learner(fleet: Fleet, **settings: Any) -> tuple[PhaseLink, WeightPublisher, int]:
