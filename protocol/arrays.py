@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 MAX_NAME, MAX_TEXT, MAX_ITEMS = 256, 1 << 20, 65536
-"""Maximum lengths: of the two kinds of strings, in characters, and of lists without a limit of their own."""
+"""Maximum characters of a name and of a text, and maximum elements of a list whose field sets no other limit."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]

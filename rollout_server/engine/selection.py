@@ -99,8 +99,8 @@ def pick_engine(candidates: Sequence[Candidate], usual: Sequence[str], work: Wor
     """Return the id of the engine for a turn.
 
     candidates  at least one; `usual` and `EngineIndex.fastest` give the same choice as all engines
-    usual       ids of the trajectory's engine and of its group's engine, "" if there is none: the first that there is
-                has the prompt in its cache
+    usual       ids of the trajectory's engine and of its group's engine, "" if there is none. The first known one has
+                the prompt in its prefix cache
     """
     fewest = min(c.failures for c in candidates)
     sound = {c.id: c for c in candidates if c.failures == fewest}
