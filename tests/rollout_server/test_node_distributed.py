@@ -176,6 +176,8 @@ async def test_the_calls_of_a_view_and_their_order(world, tmp_path: Path, mode: 
         assert engine.swap() == [JOIN, PAUSE, BEGIN, BUCKET, BUCKET, END, CHECK, *flush] and engine.paused
         assert (answer.checksum, answer.touched) == ("c0ffee", True)
         assert (answer.tensors_sha256, answer.unused) == ("", ()), "SGLang holds them in another layout"
+        named = [body.get("algorithm") for body in (*engine.bodies[BEGIN], *engine.bodies[CHECK])]
+        assert named == [None, None], "SGLang's requests have no such field"
         assert 0 < answer.transfer_s < answer.pause_s
         # the state is registered after the answer
         await eventually(has_state(world, NodeState.LOADING, V1), "LOADING before the commit")
@@ -368,7 +370,10 @@ async def test_an_engine_that_stages_leaves_the_group_before_it_ends_a_session_i
         await learner.hears("prepared")
         learner.say("transfer")
         assert not (await learner.hears("failed")).touched
+        # what is registered may still be the READY of before
+        await eventually(lambda: CONTINUE in engine.swap(), "it goes on")
         await eventually(has_state(world, NodeState.READY, V1), "READY at what it held")
+        assert engine.bodies[BEGIN][0]["algorithm"] == learner.view.checksum
         # the end of a session waits for the bucket in progress, and that for a trainer that may hang
         assert engine.swap() == [JOIN, BEGIN, BUCKET, LEAVE, PAUSE, END, CONTINUE]
 

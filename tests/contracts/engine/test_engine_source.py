@@ -61,6 +61,8 @@ REPORTED = (
 )
 """Fields of ServerArgs in /server_info that `capabilities.py` reads."""
 SIZES = ("--tp-size", "--tensor-parallel-size", "--pp-size", "--dp-size", "--enable-dp-attention", "--base-gpu-id")
+CPU_ONLY = ("algorithm",)
+"""Arguments that a node passes to a CPU engine alone: tests/rollout_server/test_node_distributed.py."""
 DEFAULTS = {
     "disable_overlap_schedule": False,
     "enable_deterministic_inference": False,
@@ -123,6 +125,7 @@ async def recorded(tmp_path: Path) -> list[tuple[str, str, dict[str, Any]]]:
         given = {
             p: values[p] if p in values else plain.get(hints[p]) or get_args(hints[p])[0]
             for p in list(inspect.signature(method).parameters)[1:]
+            if p not in CPU_ONLY
         }
         before = len(recorder.calls)
         try:
