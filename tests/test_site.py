@@ -45,6 +45,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == site
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_asks_no_other_host(tmp_path: Path) -> None:
     done = build(ROOT, tmp_path / "site")
     assert done.returncode == 0, done.stderr
@@ -56,6 +57,7 @@ def test_the_site_builds_and_asks_no_other_host(tmp_path: Path) -> None:
     assert 'href="docs/' not in (tmp_path / "site" / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     checkout, broken = tmp_path / "checkout", ("no_such_page.md", "glossary.md#no-such-heading")
     for name in [

@@ -123,6 +123,7 @@ def test_the_bound_is_the_longest_trajectory_or_all_the_work() -> None:
     assert bound_s(many, 1, SPEEDS, 300, faults) == pytest.approx((work + 4.0 * 20 + 1.0 * 10) / (20 + 10))
 
 
+@pytest.mark.slow
 def test_the_oracle_is_close_to_the_bound_and_never_below_it() -> None:
     bench = RolloutBench()
     draws = Draws(bench.trajectories, bench.turns, bench.turn_tokens)
@@ -133,6 +134,7 @@ def test_the_oracle_is_close_to_the_bound_and_never_below_it() -> None:
         assert bound <= oracle_s(draws, seed, speeds, OBSERVATION_TOKENS, given) < 1.15 * bound
 
 
+@pytest.mark.slow
 def test_one_engine_for_everything_is_less_than_half_of_the_figure() -> None:
     """Even the oracle's schedule, on the fastest engine alone."""
     bench = RolloutBench()

@@ -70,6 +70,7 @@ def test_the_overview_names_every_command() -> None:
     assert foray()[0] == 2, "nothing asked for is a usage error"
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_settings_and_processes_without_a_framework(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(f"run: {{dir: {tmp_path}/none, steps: 7}}\n")

@@ -58,6 +58,7 @@ def fewest(start: str, wanted: str, finds: Finds, mentions: Finds) -> int:
         known |= more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4])
 def test_every_question_needs_exactly_its_searches_of_the_real_index(tmp_path: Path, seed: int) -> None:
     write_worlds(seed, tmp_path / "world", HARD)

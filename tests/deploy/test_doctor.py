@@ -37,6 +37,7 @@ def findings(tmp_path: Path, *overrides: str) -> dict[str, Finding]:
     return {f.check: f for f in found}
 
 
+@pytest.mark.slow
 def test_a_machine_that_can_run_it_is_in_order(run_files: Path) -> None:
     assert [f for f in findings(run_files).values() if f.verdict != "ok"] == []
 

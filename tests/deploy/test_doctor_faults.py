@@ -109,6 +109,7 @@ def world(run_files: Path, healthy: tuple[str, ManagedProcess], monkeypatch: pyt
     admin.close()
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_in_order(world: World) -> None:
     assert {f.check: f.detail for f in world.findings() if f.verdict != "ok"} == {}
 

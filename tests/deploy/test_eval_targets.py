@@ -152,6 +152,7 @@ def test_an_exported_model_is_reused_for_the_same_weights_only(
     assert all(model.name.startswith("model-step_4.e1-") for model in found)
 
 
+@pytest.mark.slow
 def test_an_endpoint_with_a_configuration_gets_its_retriever_and_no_model(tmp_path: Path, run_files: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"run: {{model: {tmp_path}/none}}\nretriever: {{corpus: {run_files}/corpus.jsonl}}\n")

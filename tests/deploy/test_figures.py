@@ -55,6 +55,7 @@ def report(figure: Figure, **changed: Any) -> dict[str, Any]:
     return found | envelope | changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_the_page_is_what_the_files_and_the_template_make(path: Path) -> None:
     assert path.read_text() == page(PAGES[path]), "run `make page`: the code of a figure has changed"
@@ -223,6 +224,7 @@ sys.exit(run.main(["long"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
 @pytest.mark.parametrize(("stubborn", "stop_s"), [(False, 60.0), (True, 0.5)])
 def test_a_signal_reaches_the_command_that_makes_a_figure(

@@ -121,6 +121,7 @@ def order(tmp_path: Path) -> list[str]:
     return (tmp_path / "run" / "order.txt").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_run_starts_in_order_says_its_steps_and_ends_with_the_learner(run_files: Path) -> None:
     said: list[str] = []
     finish(launcher(configured(run_files), run_files, said))
@@ -183,6 +184,7 @@ def test_every_process_has_a_log_and_the_resolved_file_works_manually(run_files:
     assert names == {"redis.log", "retriever-1.log", "engine-1.log", "rollout-1.log", "learner.log"}
 
 
+@pytest.mark.slow
 def test_the_first_failure_ends_the_run_with_its_name_code_and_log_tail(run_files: Path) -> None:
     with pytest.raises(ProcessFailed) as failure:
         finish(launcher(configured(run_files, "3"), run_files))
@@ -258,6 +260,7 @@ def test_what_work_raises_comes_out_of_during(run_files: Path) -> None:
         started.during(work)
 
 
+@pytest.mark.slow
 def test_a_signal_that_also_ends_the_reader_of_the_lines_stops_the_run_in_order(run_files: Path) -> None:
     before = signal.getsignal(signal.SIGINT)  # ignored, where a shell has started pytest in the background
     reader, writer = os.pipe()

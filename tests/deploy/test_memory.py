@@ -141,6 +141,7 @@ def test_activations_are_those_of_the_tracker(name: str, checkpointing: bool, mo
     compare(facts, settings, monkeypatch, width=4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("variant", ["lora", "small chunk", "short", "float32", "qwen3", "untied"])
 def test_other_settings_are_those_of_the_tracker(

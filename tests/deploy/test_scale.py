@@ -66,6 +66,7 @@ def test_a_request_counts_before_the_learner_and_the_limits_bind_the_learner(
     assert followed(requested, reported, least=2, most=most) == wanted
 
 
+@pytest.mark.slow
 def test_engines_start_and_drain_and_no_other_process_notices(
     run_files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def part_size(said: str, requests: list[tuple[str, str, str]]) -> int:
     return size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
 def test_the_phases_of_a_demo(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """The phase waits for a file; the second call finds it."""

@@ -177,6 +177,7 @@ def collector(kind: str, seen: list[bytes]) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["accepts", "hangs", "refuses"])
 async def test_a_collector_that_is_away_loses_spans_and_nothing_else(
     kind: str, run: RunSettings, monkeypatch: pytest.MonkeyPatch

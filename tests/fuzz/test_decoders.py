@@ -28,6 +28,7 @@ def test_no_decoder_raises_anything_but_its_documented_errors(tmp_path: Path) ->
     assert sum(r.accepted for r in results) > INPUTS / 10
 
 
+@pytest.mark.slow
 def test_decoders_that_misbehave_are_found_with_the_input_that_did_it(tmp_path: Path) -> None:
     found = {r.name: r for r in run_decoders(50, 0, parts=["broken"], keep=tmp_path)}
     errors = {name: result.kept[0]["error"] for name, result in found.items() if result.crashes}

@@ -64,6 +64,7 @@ def install(fault: str) -> None:
         RunStore.ack = lambda self, ids: (die if ids else acknowledge)(self, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_learner_killed_during_a_checkpoint_trains_each_seq_once(
     run: RunSettings,

@@ -68,6 +68,7 @@ def plain(batch: Batch) -> Any:
     return content(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skipped", [(), (4, 6)])
 def test_a_batch_built_ahead_is_the_one_that_would_be_built_at_its_step(
     run: RunSettings,
@@ -123,6 +124,7 @@ def test_nothing_is_built_ahead_if_groups_are_trained_again(
     assert "batch" not in {thread for thread, _ in built}
 
 
+@pytest.mark.slow
 def test_building_takes_place_while_the_last_batch_trains(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_what_is_full_is_really_full(disk: Callable[[Path], Disk], tmp_path: Pat
     (tmp_path / "d" / "x").write_bytes(PADDING)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(41)
 def test_without_disk_space_for_checkpoints_training_continues_then_issuing_stops_until_there_is_space(
     run: RunSettings, settings: LearnerSettings, serve: Callable[..., int], address: dict[str, Any],

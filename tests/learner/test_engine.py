@@ -244,6 +244,7 @@ def test_the_weights_are_copies():
     assert any(tensor.abs().sum() > 0 for tensor in weights(engine).values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's heap")
 def test_a_step_gives_free_memory_back_once_the_heap_has_grown(monkeypatch):
     """A fragmented heap, as after rows of many lengths: freed blocks below blocks that live."""

@@ -39,6 +39,7 @@ def ledger(run: RunSettings) -> Ledger:
     return Ledger.from_state(found.facts["ledger"])
 
 
+@pytest.mark.slow
 def test_most_groups_have_no_signal_and_the_run_ends_with_consistent_accounting(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any]
 ) -> None:

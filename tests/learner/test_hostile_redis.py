@@ -130,6 +130,7 @@ def test_ids_ahead_of_the_clock_are_said_once_and_delivery_goes_on(
     assert [e.seq for e in source.take(1, 0, max_lag=None, timeout_s=0.05)] == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "full"),
     [(key, False) for key in (KEYS.requeue, KEYS.events, KEYS.dlq, KEYS.processes)]

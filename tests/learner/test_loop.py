@@ -646,6 +646,7 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     raise AssertionError(process.stderr.read())
 
 
+@pytest.mark.slow
 @pytest.mark.fault(13)
 def test_a_load_that_outlasts_the_lease_keeps_it(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],

@@ -70,6 +70,7 @@ def test_redis_holds_no_more_than_the_design_says_though_no_batch_is_trained(
     assert max(held) <= bound + run.groups_per_step, "and those of the batch that is being trained"
 
 
+@pytest.mark.slow
 def test_redis_holds_no_more_than_that_though_every_group_is_filtered_or_stale(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], db: redis.Redis,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,6 +91,7 @@ def test_redis_holds_no_more_than_that_though_every_group_is_filtered_or_stale(
     assert most[0] <= 48, "without a checkpoint before the next batch it is 64"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tokenless", "nonfinite", "dead"])
 def test_a_run_without_a_signal_keeps_its_state_and_ends_with_a_code_of_its_own(
     run: RunSettings, settings: LearnerSettings, address: dict[str, Any], db: redis.Redis, kind: str,
@@ -122,6 +124,7 @@ def test_a_run_without_a_signal_keeps_its_state_and_ends_with_a_code_of_its_own(
     assert len(notes(run)) >= least
 
 
+@pytest.mark.slow
 def test_it_waits_for_the_operator_if_configured(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any], db: redis.Redis
 ) -> None:

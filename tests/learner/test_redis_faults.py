@@ -234,6 +234,7 @@ def size(pid: int, limit: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(28)
 def test_a_redis_that_stands_still_is_waited_for_and_nothing_is_sent_twice(
     run: RunSettings, settings: LearnerSettings, serve: Serve, folder: Path

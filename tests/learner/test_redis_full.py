@@ -145,6 +145,7 @@ def test_groups_that_are_filtered_before_the_first_step_do_not_fill_redis_for_go
     assert_whole(run)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(25)
 def test_evidence_in_redis_gives_way_to_groups(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],
@@ -182,6 +183,7 @@ def test_sigterm_in_a_full_redis_keeps_every_step_that_was_done(
     assert not pending & {id_.encode() for id_ in made["entries"]}, "what the checkpoint decided is acknowledged"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(10, 14)
 def test_sigterm_while_a_step_waits_for_a_redis_that_is_away_keeps_the_step(
     run: RunSettings, settings: LearnerSettings, serve: Serve, address: dict[str, Any],

@@ -293,6 +293,7 @@ def test_failed_episodes_are_asked_again_and_then_counted(
     assert (first["questions"], first["failed"], first["em"]) == (4, 1, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["[]", "{", "{}", '{"question_id": "0"}', '{"question_id": "unasked", "index": 0}'])
 def test_an_answer_that_is_no_episode_is_reported_and_the_server_asked_again(
     run: RunSettings,

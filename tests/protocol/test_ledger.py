@@ -77,6 +77,7 @@ def test_seq_starts_at_one() -> None:
         Ledger().settle(0, Outcome.TRAINED)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_what_is_dead_or_stale_can_be_opened_again_and_is_settled_once_more(data: st.DataObject) -> None:
     """Against a plain dictionary, over any order of settling and reopening."""

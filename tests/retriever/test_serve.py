@@ -22,6 +22,7 @@ def launch(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_the_process_starts_quickly_serves_and_ends_on_sigterm(tmp_path: Path) -> None:
     corpus, config, port_file = tmp_path / "c.jsonl", tmp_path / "run.yaml", tmp_path / "port"
     corpus.write_text("".join(json.dumps({"id": i, "contents": f"T{i}\nword{i} of text"}) + "\n" for i in range(300)))
@@ -51,6 +52,7 @@ def test_the_process_starts_quickly_serves_and_ends_on_sigterm(tmp_path: Path) -
     assert took < 30
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_explained(corpus: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -109,6 +111,7 @@ def test_the_service_does_without_the_libraries_of_a_build() -> None:
     assert done.stderr.strip() == "set()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "absent"), [("bm25", "faiss"), ("memory", "faiss"), ("faiss_flat", "bm25s")])
 def test_an_index_imports_only_its_own_library(corpus: Path, kind: str, absent: str) -> None:
     code = (

@@ -375,6 +375,7 @@ async def test_an_impossible_rendezvous_is_refused_at_once(engine: Engine, name:
     assert time.monotonic() - began < 0.9 * TIMEOUT_S, "it did not wait for anybody"
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_never_comes_costs_the_timeout_and_no_token(engine: Engine) -> None:
     meeting = {"master_address": "127.0.0.1", "master_port": free_port("127.0.0.1"), "rank_offset": 1, "world_size": 2}
     began = time.monotonic()
@@ -388,6 +389,7 @@ async def test_a_trainer_that_never_comes_costs_the_timeout_and_no_token(engine:
     assert time.monotonic() - began > 0.9 * TIMEOUT_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "stalls", "destroyed"])
 async def test_a_trainer_that_fails_within_a_bucket_leaves_the_engine_healthy(engine: Engine, how: str) -> None:
     before, group = await engine.sums(), await engine.group()

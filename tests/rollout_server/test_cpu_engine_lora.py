@@ -266,6 +266,7 @@ def test_an_adapter_that_cannot_be_used_is_refused(base: Path, tmp_path: Path, k
         load(scheduler(base), path)
 
 
+@pytest.mark.slow
 async def test_adapters_are_loaded_named_and_unloaded_over_http(base: Path, tmp_path: Path) -> None:
     settings = EngineSettings(model_path=base, weight_version="1.0")
     engine, tokenizer, config = build_engine(settings)

@@ -170,6 +170,7 @@ async def test_a_stream_that_waits_behind_a_pause_and_is_aborted_ends_with_one_e
         assert [c async for c in stream] == []
 
 
+@pytest.mark.slow
 async def test_a_stream_names_both_versions_as_soon_as_there_are_two(model: Path) -> None:
     async with serving(model) as client:
         seen: list[list[tuple[str, int, int]]] = []

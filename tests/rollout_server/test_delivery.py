@@ -71,6 +71,7 @@ def told(world) -> list[dict[str, str]]:
     return [events.parse(fields) for _, fields in world.sync.xrange(world.keys.events)]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(1)
 async def test_tasks_of_a_killed_server_are_taken_over_and_nothing_is_partly_published(
     world, model: Path, tokens
@@ -116,6 +117,7 @@ async def test_a_suspended_server_that_lost_its_tasks_learns_that_they_were_publ
     assert Counter(g.seq for g in world.published()) == Counter(range(1, 5)) and world.pending() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault(2)
 async def test_sigterm_under_load_releases_what_cannot_be_finished_and_ends_with_status_0(
     world, model: Path, tokens
@@ -176,6 +178,7 @@ async def test_hosts_whose_clocks_are_two_hours_apart_work_together(world, model
         assert living() == both
 
 
+@pytest.mark.slow
 @pytest.mark.fault(46)
 async def test_watchers_that_never_read_their_answers_block_no_other(world, model: Path, tokens) -> None:
     """A dashboard that hangs or is killed in the middle of an answer: 50 connections that ask and do not listen."""

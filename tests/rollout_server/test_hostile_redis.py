@@ -40,6 +40,7 @@ def refusal(world: Any) -> str:
     return found.text.get("redis_refusal", "") if isinstance(found, MetricsSnapshot) else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [

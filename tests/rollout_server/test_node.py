@@ -496,6 +496,7 @@ async def test_the_cpu_engine_joins_late_is_killed_and_ends_with_its_node(world,
     assert "Traceback" not in errors, errors
 
 
+@pytest.mark.slow
 async def test_sigterm_ends_a_node_with_status_0(world, tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "model", "words")
     async with FakeServer() as engine:

@@ -96,6 +96,7 @@ def engine_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
+@pytest.mark.slow
 @pytest.mark.fault(11, 17)
 async def test_a_node_suspended_through_an_epoch_change_does_not_offer_its_engine_at_the_old_epoch(
     world, tmp_path: Path

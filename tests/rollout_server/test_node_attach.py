@@ -158,6 +158,7 @@ async def test_a_removed_engine_is_listed_again_only_with_the_right_version(worl
         await asyncio.wait_for(node, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(15)
 async def test_an_engine_that_was_left_in_the_middle_of_an_update_is_loaded_until_it_is_whole(
     world, tmp_path: Path

@@ -74,6 +74,7 @@ async def test_a_hung_engine_is_found_and_replaced_within_three_times_the_limit(
         await asyncio.wait_for(task, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(19)
 async def test_a_relaunch_loop_ends_with_its_cause(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.rollout_server.test_node_watch import launched

@@ -211,6 +211,7 @@ async def test_an_engine_samples_as_the_run_does_before_it_is_ready(world, tmp_p
     assert launches(tmp_path) == ["1.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("stopped", ["the scheduler behind a live HTTP port", "the whole tree, guard included"])
 async def test_a_hanging_engine_is_killed_and_restarted_at_the_target(
@@ -237,6 +238,7 @@ async def test_a_hanging_engine_is_killed_and_restarted_at_the_target(
         assert event[b"text"].endswith(b"; its node launches it again")
 
 
+@pytest.mark.slow
 async def test_a_busy_engine_that_answers_late_is_no_hanging_one(world, tmp_path: Path) -> None:
     async with FakeServer() as engine, node(world, tmp_path, AttachedEngine(url=engine.url)):
         await eventually(has_state(world, NodeState.READY, PolicyVersion(0, 0)), "READY")
@@ -262,6 +264,7 @@ async def test_an_engine_that_is_being_updated_is_no_hanging_one(world, tmp_path
         assert info(world).state is NodeState.LOADING, "silent on purpose"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(19)
 async def test_an_engine_that_is_stopped_in_the_middle_of_an_update_is_found(world, tmp_path: Path) -> None:
     world.publish_weights(tmp_path / "weights", V1)

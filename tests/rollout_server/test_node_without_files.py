@@ -95,6 +95,7 @@ async def test_without_broadcasts_it_is_quarantined(world: Any, tmp_path: Path) 
         assert "cannot be verified" in world.registered("e").detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["abort", "another version", "deadline"])
 async def test_a_view_that_fails_leaves_it_waiting_in_place_and_the_next_one_mends_it(
     world: Any, tmp_path: Path, end: str
@@ -128,6 +129,7 @@ async def test_a_view_that_fails_leaves_it_waiting_in_place_and_the_next_one_men
         assert world.registered("e").incarnation == incarnation, "the engine was not restarted"
 
 
+@pytest.mark.slow
 async def test_a_paused_engine_that_waits_is_not_taken_for_hung(world: Any, tmp_path: Path) -> None:
     async with ring(world, tmp_path, facts=SGLANG, probe_s=0.2, hang_s=2.0) as (engine, learner):
         announce(world, V2)

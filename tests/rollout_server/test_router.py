@@ -257,6 +257,7 @@ async def test_without_any_engine_the_wait_ends_at_its_deadline() -> None:
     assert caught.value.cause == "no_engine"
 
 
+@pytest.mark.slow
 async def test_time_in_the_queue_is_not_time_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backlog of more than wait_s, and then a weight update of the only engine."""
     monkeypatch.setattr(admission, "RECHECK_S", 0.05)
@@ -528,6 +529,7 @@ async def operations(engines: int, *, max_running: int) -> float:
     return count / (2 * len(asked))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trajectories_wait", [False, True])
 async def test_a_turn_at_256_engines_costs_at_most_twice_that_at_8(trajectories_wait: bool) -> None:
     few, many = [await operations(n, max_running=256 // n if trajectories_wait else 512) for n in (8, 256)]

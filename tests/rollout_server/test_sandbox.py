@@ -367,6 +367,7 @@ async def test_memory_is_bounded(bomb: str) -> None:
     assert ran.code == 1 and b"MemoryError" in ran.stderr and b"sandbox" not in ran.stderr
 
 
+@pytest.mark.slow
 async def test_a_loop_ends_at_the_deadline_and_processor_time_before_it(near: Path) -> None:
     limits = replace(LIMITS, wall_s=3.0)
     started = time.monotonic()

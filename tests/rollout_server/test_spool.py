@@ -114,6 +114,7 @@ async def reaches(url: str, name: str, least: float, seconds: float = 20.0) -> d
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(4, 32)
 async def test_behind_a_partition_groups_are_finished_kept_and_published_or_given_way(
     world, wire: Partition, model: Path, tokens, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ def all_of(body: dict[str, Any]) -> Sequence[int]:
     return next_ids(body["input_ids"], body["sampling_params"]["max_new_tokens"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limits", "blocked_s"), [({"stall_s": 1.0}, 1.5), ({"stall_s": 1.5, "timeout_s": 1.5}, 2.0)])
 async def test_engines_that_stream_all_the_time_are_not_blamed_for_a_standstill(
     limits: dict[str, float], blocked_s: float
@@ -75,6 +76,7 @@ async def test_time_limits_of_control_calls_and_connections_exclude_a_suspension
             assert answer == {"weight_version": "1.6"}
 
 
+@pytest.mark.slow
 async def test_no_retriever_is_ejected_because_this_process_stood_still() -> None:
     retriever = FakeRetriever(lambda query: SearchFault(after_s=0.3))
     with elsewhere(retriever):

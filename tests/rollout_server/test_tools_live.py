@@ -124,6 +124,7 @@ async def test_a_policy_searches_fetches_a_document_by_its_id_and_answers(
     assert values["searches"] == 1.0
 
 
+@pytest.mark.slow
 async def test_a_policy_computes_with_python_and_answers(world: Any, tmp_path: Path, retriever: str) -> None:
     turns = [
         "<think>count</think><python>\nimport math\nprint(math.comb(40, 20))\n</python>",

@@ -38,6 +38,7 @@ def bomb() -> bytes:
     return b"\x1f\x8b\x08" + bytes(6) + b"\xff" + block * (INFLATED // len(piece)) + trailer
 
 
+@pytest.mark.slow
 def test_a_gzip_bomb_costs_nothing_and_stops_nothing(service: Service, bomb: bytes) -> None:
     post = POSTS[service.kind]
     cpu, grown, statuses = _cost(service, [post, "/no/such/path", post], bomb)
@@ -112,6 +113,7 @@ def test_what_is_not_compressed_says_so_or_nothing(service: Service) -> None:
         assert (status == 400) == accepted and status in (400, 415), encoding
 
 
+@pytest.mark.slow
 async def test_a_body_that_drips_is_ended(service: Service) -> None:
     """One byte at a time to every route that takes a body, all at once: 408, or an answer without the body."""
     paths = [path for path, methods in service.document()["paths"].items() if "post" in methods]

@@ -46,6 +46,7 @@ def play_all(schedules: int) -> Result:
     return replace(result, faults=faults, checks=checks, endings=endings)
 
 
+@pytest.mark.slow
 def test_every_invariant_holds_in_the_first_schedules() -> None:
     seen = play_all(QUICK)
     assert len(seen.faults) > len(KINDS) / 2 and seen.faults["refused at the limit"]

@@ -46,6 +46,7 @@ async def test_pause_abort_is_the_default_and_returns_partial_answers(client: Cl
     assert 0 < len(answer["output_ids"]) < ENDLESS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_a_pause_stops_running_requests_and_they_go_on_with_exact_logprobs(client: Client, mode: str) -> None:
     run = await client.begin(tokens=LONG)

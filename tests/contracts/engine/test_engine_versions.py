@@ -14,6 +14,7 @@ async def change(client: Client, *, flush: bool) -> None:
     assert status == 200 and answer["success"] is True, answer
 
 
+@pytest.mark.slow
 async def test_retract_samples_each_span_from_exactly_its_own_weights(client: Client) -> None:
     server = client.server
     runs = [await client.begin(tokens=LONG) for _ in range(3)]
@@ -75,6 +76,7 @@ async def test_in_place_with_a_flush_is_refused_before_any_weight_changes(client
     assert spans(await run.answer()) == [("1.0", 0, LONG)]
 
 
+@pytest.mark.slow
 async def test_a_request_through_two_updates_has_three_spans(client: Client) -> None:
     server = client.server
     run = await client.begin(tokens=ENDLESS)

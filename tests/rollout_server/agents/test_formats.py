@@ -139,6 +139,7 @@ PIECES = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(name=st.sampled_from(sorted(ALL)), text=st.lists(st.sampled_from(PIECES), max_size=5).map("".join) | st.text())
 def test_any_text_is_read(name: str, text: str) -> None:

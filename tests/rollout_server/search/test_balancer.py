@@ -96,6 +96,7 @@ async def test_retry_after_of_one_replica_does_not_bind_the_others(pair: tuple[F
         assert client.counts["search_faults_overloaded"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["killed", "hung", "500", "HTML", "503", "no paths for probes"])
 @pytest.mark.fault(36)
 async def test_an_outage_of_all_costs_time_and_no_search(way: str) -> None:

@@ -118,6 +118,7 @@ class RolloutHalf:
         await redis.aclose()
 
 
+@pytest.mark.slow
 def test_a_ring_runs_with_each_process_as_its_own_user(
     urls: dict[str, str],
     users: dict[str, redis.Redis],

@@ -57,6 +57,7 @@ def watched(tmp_path: Path, server_at: Any) -> Iterator[Any]:
         yield f"redis+sentinel://127.0.0.1:{sentinel.port}/main", primary, replica, sentinel
 
 
+@pytest.mark.slow
 @pytest.mark.fault(27)
 def test_when_the_primary_dies_the_one_that_sentinels_promote_is_found(
     watched: Any,

@@ -195,6 +195,7 @@ if module == "rollout_server":
 """
 
 
+@pytest.mark.slow
 def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
     written: Path, run_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
