@@ -291,6 +291,7 @@ class TrainingLoop:
     def _validate_if_due(self) -> None:
         """Begin the validation of the policy that was just published, with a checkpoint of it."""
         ctx, validator, step = self.ctx, self.ctx.validator, self.ctx.delivery.step
+        self.writer.commit_written()  # a result is collected once its checkpoint is committed
         validator.collect(step)
         if validator.due(step, ctx.run.steps):
             written = validator.wants_checkpoint and self.writer.begin()

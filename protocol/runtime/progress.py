@@ -36,10 +36,11 @@ class HungUp(OSError):
 
 
 class _Terminal:
-    """A terminal. When it is gone, one write raises HungUp and later ones do nothing: an orderly stop goes on."""
+    """A terminal. When it is gone, one write of the thread that made this raises HungUp. Later ones and those of other
+    threads do nothing: an orderly stop goes on, and the thread that redraws the bars ends without a traceback."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._gone = stream, False
+        self._stream, self._gone, self._thread = stream, False, threading.current_thread()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -59,6 +60,8 @@ class _Terminal:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
+            if threading.current_thread() is not self._thread:
+                return
             self._gone = True
             raise HungUp(*error.args) from error
 

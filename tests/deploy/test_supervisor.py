@@ -216,7 +216,8 @@ def test_parent_and_guard_of_an_engine_report_the_same_exit() -> None:
 
 def test_the_stop_goes_from_the_learner_to_redis(tmp_path: Path, supervisor: Supervisor) -> None:
     for kind in ("redis", "retriever", "engine", "rollout", "learner"):
-        supervisor.spawn(spec(tmp_path, kind, ORDERLY, str(tmp_path / "order"), kind, kind=kind))
+        orderly = spec(tmp_path, kind, ORDERLY, str(tmp_path / "order"), kind, kind=kind)
+        supervisor.spawn(replace(orderly, stop_s=60.0))
     supervisor.await_ready(list(supervisor.children))
     assert supervisor.stop() == []
     assert (tmp_path / "order").read_text().split() == ["learner", "rollout", "engine", "retriever", "redis"]

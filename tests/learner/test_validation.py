@@ -145,9 +145,9 @@ def test_the_policy_is_validated_every_few_steps_and_the_best_checkpoint_is_kept
 
 
 def validation_ends(*_: object) -> None:
-    """Wait until no validation is in progress."""
+    """Wait until no validation is in progress, nor the checkpoint without which its result is not collected."""
     deadline = time.monotonic() + 30
-    while any(thread.name == "validation" for thread in threading.enumerate()):
+    while any(thread.name in ("validation", "checkpoint") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -200,6 +200,33 @@ def test_training_goes_on_during_a_validation_and_one_that_is_due_meanwhile_is_r
     assert "step 2 is not validated: the validation of step 0 is in progress" in caplog.text
     pinned = decode_as(WeightUpdate, db.get(Keys(run.id).validated))
     assert pinned.version == (1, 8)
+
+
+def test_a_validation_is_over_once_its_checkpoint_is_written(
+    run: RunSettings,
+    validated: LearnerSettings,
+    serve: Serve,
+    address: dict[str, Any],
+    rollouts: type[Rollouts],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its checkpoint is written while step 4 trains, and the policy of step 4 is validated all the same."""
+    written, fill = threading.Event(), Checkpoints.fill
+
+    def slowly(checkpoints: Checkpoints, part: Any, save: Any) -> None:
+        assert part.manifest["step"] != 2 or written.wait(30)
+        fill(checkpoints, part, save)
+
+    def before(step: int) -> None:
+        if step == 3:
+            written.set()
+        if step != 2:
+            validation_ends()
+
+    monkeypatch.setattr(Checkpoints, "fill", slowly)
+    with Player(address, run.id):
+        assert serve(run, validated, before=before) == 0
+    assert [r["step"] for r in ValidationFiles(run.dir).records()] == [0, 2, 4, 6, 8]
 
 
 def test_a_killed_validation_continues_with_its_questions_and_counts_none_twice(

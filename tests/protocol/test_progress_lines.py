@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from protocol.runtime.progress import HungUp, Progress, amount, duration
+from protocol.runtime.progress import HungUp, Progress, _Terminal, amount, duration
 
 
 class Clock:
@@ -322,19 +322,29 @@ def test_a_terminal_that_is_gone_is_told_from_a_full_disk() -> None:
         assert not isinstance(failed.value, HungUp)
 
 
+def test_a_thread_that_draws_to_a_terminal_that_is_gone_leaves_the_error_to_the_command() -> None:
+    ours, theirs = pty.openpty()
+    with io.TextIOWrapper(open(theirs, "wb", buffering=0), write_through=True) as stream:
+        terminal = _Terminal(stream)
+        os.close(ours)
+        drawing = threading.Thread(target=terminal.write, args=("bar",))
+        drawing.start()  # an exception in a thread fails the test
+        drawing.join()
+        with pytest.raises(HungUp):
+            terminal.write("line")
+        assert terminal.write("after it") == 8
+
+
 def test_bars_end_as_lines_do_when_the_terminal_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
     with io.TextIOWrapper(open(theirs, "wb", buffering=0), write_through=True) as terminal:
         progress = Progress.on(terminal)
-        try:
-            with progress.task("work", 5) as task:
-                assert task.drawn
-                os.close(ours)
-                for done in range(20):
-                    task(done % 5)
-                    task._draw()
-                    time.sleep(0.02)
-        except OSError as error:  # unless rich's own thread was first
-            assert isinstance(error, HungUp), error
+        with pytest.raises(HungUp), progress.task("work", 5) as task:
+            assert task.drawn
+            os.close(ours)
+            for done in range(20):
+                task(done % 5)
+                task._draw()
+                time.sleep(0.02)
         progress("silent")
