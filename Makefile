@@ -52,8 +52,8 @@ WORKERS ?= 2
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The fast tests spend half of their time waiting: four workers keep two cores busy.
-test: WORKERS := 4
+# The fast tests spend half of their time waiting: five workers keep two cores busy.
+test: WORKERS := 5
 test: setup
 	@( $(LINT) ) > $(VENV)/lint.log 2>&1 & \
 	$(PYTEST) -m "not slow" $(ARGS); tests=$$?; wait $$!; lint=$$?; cat $(VENV)/lint.log; exit $$((tests | lint))

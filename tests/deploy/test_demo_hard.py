@@ -117,11 +117,12 @@ def test_the_held_out_questions_are_as_many_of_each_depth(tmp_path: Path) -> Non
     assert Counter(q["hops"] for q in prepared.held_out) == {1: 128, 2: 128, 3: 128}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "directory"),
     [
         ((), "demo-hard-3"),
-        pytest.param(("--control", "shuffled-reward"), "demo-hard-3-control", marks=pytest.mark.slow),
+        (("--control", "shuffled-reward"), "demo-hard-3-control"),
     ],
 )
 def test_the_command_prepares_in_a_folder_of_its_own(tmp_path: Path, flags: tuple[str, ...], directory: str) -> None:

@@ -42,6 +42,7 @@ def test_a_machine_that_can_run_it_is_in_order(run_files: Path) -> None:
     assert [f for f in findings(run_files).values() if f.verdict != "ok"] == []
 
 
+@pytest.mark.slow
 def test_missing_files_and_a_taken_port_would_stop_a_run(run_files: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

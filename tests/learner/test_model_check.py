@@ -93,6 +93,7 @@ def test_padding_does_not_move_the_angles_of_a_batch() -> None:
         assert micro_batch.positions[micro_batch.document_ids < 0].max(initial=0) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
 def test_transformers_wrong_second_chunk_is_found_though_it_begins_beyond_the_texts(family, name: str) -> None:
     directory = family(name, chunk_size=256)

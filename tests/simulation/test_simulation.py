@@ -17,12 +17,6 @@ from sim.world import Result, play
 SCHEDULES = 110
 QUICK = 25
 MUTANT_SCHEDULES = 60
-PATIENT = (
-    *("reissue after one look", "task begun twice", "one checkpoint a step", "no checkpoint while starving"),
-    *("gate that locks itself", "gate without watermark", "tasks of the dead stay"),
-    *("acquire refused when full", "target refused when full"),
-)
-"""Mutations that take many schedules to be found, and some of those that resemble another one."""
 INVARIANTS = 10
 
 
@@ -61,10 +55,9 @@ def test_every_invariant_holds_in_every_schedule() -> None:
     assert not [kind for kind in KINDS if not seen.faults[kind]], "a fault that never happened was not tested"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in PATIENT else name for name in MUTATIONS]
-)
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_a_product_that_is_broken_on_purpose_is_found_out(name: str) -> None:
     mutation = MUTATIONS[name]
     with installed(mutation.replaced()):

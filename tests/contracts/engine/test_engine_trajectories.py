@@ -97,7 +97,8 @@ async def generate_through_updates(
     return await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("transport", ["disk", pytest.param("distributed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
 async def test_retract_samples_every_token_from_its_version_alone(
     server: Server, redis_url: str, tmp_path: Path, transport: Transport
 ) -> None:
