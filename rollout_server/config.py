@@ -24,6 +24,10 @@ class RolloutSettings(Settings):
     """Port to listen on; 0 picks a free one."""
     concurrency_groups: int = Field(default=32, ge=1)
     """Maximum number of trajectory groups generated at the same time."""
+    oversample: int = Field(default=0, ge=0, le=64)
+    """Trajectories of a question in addition to `run.group_size`. Once `run.group_size` valid ones have ended, the
+    others are cancelled, so that the slowest delay no group. Biased: long trajectories are cancelled more often, so the
+    policy is trained on shorter ones than it samples, and the mean reward is that of the first to end."""
     spool_groups: int = Field(default=32, ge=1)
     """Maximum number of finished groups, of 512 MiB together, that wait for Redis before leasing stops. Groups in
     flight still finish, so at most `spool_groups` + `concurrency_groups` groups are held in memory."""

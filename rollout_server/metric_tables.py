@@ -33,6 +33,7 @@ ROLLOUT: Table = {
     "trajectories": counter("Trajectories that ended, with any status."),
     "trajectories_per_s": gauge("Trajectories that ended per second, over the last 10 seconds."),
     "trajectories_in_flight": gauge("Trajectories in progress."),
+    "trajectories_cut": counter("Trajectories that `rollout.oversample` cancelled, the slowest of their groups."),
     "ended_*": counter("Trajectories that ended, by status.", "status", name="trajectories_ended"),
     "stale": counter("Trajectories stopped because their first version was too old."),
     "turns": counter("Turns of the policy."),

@@ -88,7 +88,7 @@ MOST_REFUSALS = 50
 """Maximum number of different Redis refusals written to the history: another client may cause many."""
 COUNTERS = (
     *("groups_published", "groups_failed", "groups_rejected", "duplicates", "reclaimed", "leases_lost"),
-    *("trajectories", "turns", "tokens_generated", "tokens_observed", "stale"),
+    *("trajectories", "trajectories_cut", "turns", "tokens_generated", "tokens_observed", "stale"),
     *("unreadable_tasks", "tasks_released", "events_lost"),
 )
 """Counters that exist from the start, as 0."""
@@ -211,6 +211,7 @@ class RolloutServer:
             self._fleet,
             stats,
             max_lag=run.max_lag,
+            oversample=settings.oversample,
             tracer=self._tracer,
         )
         stats.gauges |= self._tracer.counts() | {
@@ -295,7 +296,7 @@ class RolloutServer:
     async def _roll(
         self, task: Task, should_stop: ShouldStop, on_progress: OnProgress
     ) -> TrajectoryGroup | GroupRejected:
-        with self._live.running(task) as live:
+        with self._live.running(task, self._settings.oversample) as live:
             return await run_group(
                 self._environment,
                 task,
@@ -307,6 +308,7 @@ class RolloutServer:
                 on_progress=on_progress,
                 live=live,
                 play_one=self._agents or run_trajectory,
+                oversample=self._settings.oversample,
             )
 
     @asynccontextmanager

@@ -36,6 +36,7 @@ class TaskRunner:
         stats: Stats,
         *,
         max_lag: int,
+        oversample: int = 0,
         tracer: Tracer | None = None,
     ) -> None:
         self._leases, self._run_group, self._publisher, self._fleet, self._stats = (
@@ -45,12 +46,12 @@ class TaskRunner:
             fleet,
             stats,
         )
-        self._max_lag, self._tracer = max_lag, tracer or Tracer()
+        self._max_lag, self._oversample, self._tracer = max_lag, oversample, tracer or Tracer()
         self.trajectories_in_flight = 0
 
     async def __call__(self, lease: TaskLease) -> None:
         task = lease.task
-        unfinished = task.group_size
+        unfinished = task.group_size + self._oversample
         self.trajectories_in_flight += unfinished
 
         def progress(event: Segment | Trajectory) -> None:
@@ -67,6 +68,7 @@ class TaskRunner:
             with traced:
                 traced.set(question=task.question.id, producer=self._stats.id)
                 outcome = await self._run_group(task, self.too_old, progress)
+                self._stats.counts["trajectories_cut"] += unfinished if self._oversample else 0
                 if isinstance(outcome, GroupRejected):
                     traced.fail(outcome.reason)
         except Exception as error:

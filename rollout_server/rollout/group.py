@@ -6,8 +6,11 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any
 
 from protocol.messages import Question, Sampling, Status, Task, Trajectory, TrajectoryGroup
 from protocol.runtime.tracing import span
@@ -57,9 +60,11 @@ async def run_group(
     on_progress: OnProgress | None = None,
     live: LiveGroup | None = None,
     play_one: PlayOne = run_trajectory,
+    oversample: int = 0,
 ) -> TrajectoryGroup | GroupRejected:
     """Run `task.group_size` trajectories concurrently until all have ended. A failure does not cancel the others.
 
+    With `oversample`, so many more are run; once `task.group_size` valid ones have ended, the others are cancelled.
     `play_one` runs one trajectory: `run_trajectory`, or an agent with the same parameters.
     `should_stop` gets the oldest version in the group, so the whole group ends when its oldest trajectory is too old.
     Returns GroupRejected if fewer than `min_valid` trajectories are valid, or if a search or tool failed and the
@@ -86,10 +91,8 @@ async def run_group(
         )
         return await _traced(number, playing)
 
-    shown = live or LiveGroup.of(task)
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(play(number, one)) for number, one in enumerate(shown.trajectories)]
-    trajectories = tuple(done.result() for done in running)
+    shown = live or LiveGroup.of(task, oversample)
+    trajectories = await _first([play(number, one) for number, one in enumerate(shown.trajectories)], task.group_size)
     if (rejected := _reject_reason(environment, trajectories)) is not None:
         return rejected
     return TrajectoryGroup(
@@ -104,6 +107,27 @@ async def run_group(
         producer=producer,
         seconds=time.monotonic() - started,
     )
+
+
+async def _first(plays: Sequence[Coroutine[Any, Any, Trajectory]], wanted: int) -> tuple[Trajectory, ...]:
+    """Run all until `wanted` valid trajectories have ended, and cancel the others. Return `wanted` in the order of
+    `plays`: those that ended first, invalid ones only if there are too few valid ones."""
+    ended: list[tuple[bool, int, Trajectory]] = []
+
+    def end(number: int, one: asyncio.Task[Trajectory]) -> None:
+        if one.cancelled() or one.exception() is not None:
+            return
+        ended.append((not one.result().status.is_valid, number, one.result()))
+        if sum(not invalid for invalid, _, _ in ended) == wanted:
+            for other in running:
+                other.cancel()
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(play) for play in plays]
+        for number, one in enumerate(running):
+            one.add_done_callback(partial(end, number))
+    chosen = sorted(ended, key=itemgetter(0))[:wanted]
+    return tuple(trajectory for _, _, trajectory in sorted(chosen, key=itemgetter(1)))
 
 
 async def _traced(number: int, playing: Awaitable[Trajectory]) -> Trajectory:

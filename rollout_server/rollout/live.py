@@ -46,18 +46,18 @@ class LiveGroup:
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, task: Task) -> LiveGroup:
-        """Return the group of `task`, before its start."""
-        return cls(task, tuple(LiveTrajectory(uuid.uuid4().hex) for _ in range(task.group_size)))
+    def of(cls, task: Task, oversample: int = 0) -> LiveGroup:
+        """Return the group of `task`, before its start. oversample: trajectories in addition to the group's size."""
+        return cls(task, tuple(LiveTrajectory(uuid.uuid4().hex) for _ in range(task.group_size + oversample)))
 
 
 class LiveGroups(dict[int, LiveGroup]):
     """The groups in flight by seq."""
 
     @contextmanager
-    def running(self, task: Task) -> Iterator[LiveGroup]:
-        """List the group of `task` while the block runs."""
-        group = self[task.seq] = LiveGroup.of(task)
+    def running(self, task: Task, oversample: int = 0) -> Iterator[LiveGroup]:
+        """List the group of `task` while the block runs. oversample: as in `LiveGroup.of`."""
+        group = self[task.seq] = LiveGroup.of(task, oversample)
         try:
             yield group
         finally:

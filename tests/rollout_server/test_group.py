@@ -113,6 +113,35 @@ async def test_too_few_valid_trajectories_reject_the_group_with_its_commonest_ca
     assert rejected == GroupRejected("no_engine", "1 of 4 valid; 2 no_engine, 1 timeout", generated_tokens=9)
 
 
+@pytest.mark.parametrize("failing", [0, 2, 3])
+async def test_the_slowest_beyond_the_groups_size_are_cancelled(tmp_path: Path, failing: int) -> None:
+    """A group of 3 with two more: what fails counts only if there are too few others."""
+    environment = make_environment(tmp_path)
+    never = answers(environment, "d", latency_s=600.0)
+    quick = answers(environment, "c")
+
+    def fails(turn: int) -> Play:
+        return Play(error="timeout")
+
+    scripts = [fails] * failing + [quick] * (5 - failing) if failing else [never, quick, never, quick, quick]
+    told: list[Segment | Trajectory] = []
+    started = time.monotonic()
+    group = await run(environment, by_member(*scripts), size=3, oversample=2, on_progress=told.append)
+    assert time.monotonic() - started < 60
+    assert isinstance(group, TrajectoryGroup)
+    assert [t.status.is_valid for t in group.trajectories] == ([False, True, True] if failing == 3 else [True] * 3)
+    assert sum(isinstance(event, Trajectory) for event in told) == (5 if failing else 3)
+
+
+async def test_those_that_end_first_make_the_group_in_the_order_of_their_start(tmp_path: Path) -> None:
+    environment = make_environment(tmp_path)
+    late = (0.3, 0.0, 600.0, 0.1)
+    engine = by_member(*(answers(environment, word, latency_s=s) for word, s in zip("cdcd", late, strict=True)))
+    group = await run(environment, engine, size=3, oversample=1)
+    assert isinstance(group, TrajectoryGroup)
+    assert [t.reward for t in group.trajectories] == [1.0, 0.0, 0.0], "numbers 0, 1 and 3"
+
+
 async def test_a_group_of_one_needs_one(tmp_path: Path) -> None:
     environment = make_environment(tmp_path)
     assert isinstance(await run(environment, by_member(answers(environment, "c")), size=1), TrajectoryGroup)

@@ -55,6 +55,32 @@ async def test_a_task_becomes_a_published_group_token_by_token(world, model: Pat
     assert world.pending() == 0
 
 
+async def test_two_slow_trajectories_of_five_delay_no_group_of_three(world, model: Path, tokens) -> None:
+    world.target(V5)
+    settings = {"oversample": 2, "stall_s": 600.0, "generate_timeout_s": 600.0}
+    async with rollout_process.talker(tokens) as engine, rollout_process.server(world, model, **settings) as (url, _):
+        engine.faults["/generate"] = Fault(hang=True, after=1, times=2)
+        world.register("e", engine.url, V5)
+        world.issue(make_task(1, group_size=3))
+        await eventually(world.published, "the group is published")
+        (group,) = world.published()
+        assert len(group.trajectories) == 3 and all(t.status is Status.ANSWERED for t in group.trajectories)
+
+        def at_rest(values: dict[str, float]) -> bool:
+            busy = values["requests_in_flight"] or values["trajectories_in_flight"]
+            return values["trajectories_cut"] == 2 and not busy
+
+        await eventually(lambda: at_rest(snapshot(world)), "what was cut has left the engine", 10)
+        assert snapshot(world)["trajectories"] == 3
+        assert (await get(f"{url}/status"))[1]["values"]["groups_published"] == 1
+    assert world.pending() == 0
+
+
+def snapshot(world) -> dict[str, float]:
+    raw = world.sync.get(world.keys.metrics("rollout", "r"))
+    return dict(decode(raw).values) if raw else {"requests_in_flight": 1.0, "trajectories_cut": 0.0}
+
+
 def test_a_rate_is_the_increase_per_second_over_the_window() -> None:
     now = count = 0.0
     rate = RateGauge(lambda: count, lambda: now)
