@@ -31,7 +31,7 @@ class Client:
     """A search over some retrievers, and its gauges."""
 
     def __init__(self, *retrievers: FakeRetriever, **settings: object) -> None:
-        given = {"urls": [r.url for r in retrievers], "deadline_s": 4.0, "attempt_s": 0.3, "probe_s": 0.2}
+        given = {"urls": [r.url for r in retrievers], "deadline_s": 30.0, "attempt_s": 1.0, "probe_s": 0.5}
         self.search = HttpSearch(HttpSearchSettings.model_validate(given | settings))
         self.counts = self.search.balancer.counts
 
@@ -83,7 +83,7 @@ async def test_a_replica_that_fails_costs_no_search_is_ejected_and_readmitted(
         assert await client.errors(20, "later") == {""}
         assert len(sick.asked) - before <= 3, "probes only"
         sick.script, sick.ready = lambda query: None, True
-        await eventually(lambda: client.gauge("retrievers_healthy") == 2, "it is taken back", 2)
+        await eventually(lambda: client.gauge("retrievers_healthy") == 2, "it is taken back")
         assert await client.errors(20, "again") == {""} and "again" in " ".join(sick.queries)
 
 
@@ -92,7 +92,7 @@ async def test_retry_after_of_one_replica_does_not_bind_the_others(pair: tuple[F
     busy.script = lambda query: Fault(429, headers={"Retry-After": "60"})
     async with Client(busy, idle) as client:
         started = time.monotonic()
-        assert await client.errors(20) == {""} and time.monotonic() - started < 3
+        assert await client.errors(20) == {""} and time.monotonic() - started < 30, "not a minute"
         assert client.counts["search_faults_overloaded"] > 0
 
 
@@ -131,7 +131,10 @@ async def test_an_outage_of_all_costs_time_and_no_search(way: str) -> None:
 
 
 async def test_an_outage_that_lasts_too_long_has_a_name() -> None:
-    async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=0.4, deadline_s=0.6) as client:
+    async with (
+        FakeRetriever() as retriever,
+        Client(retriever, outage_wait_s=0.4, deadline_s=0.6, attempt_s=0.3, probe_s=0.2) as client,
+    ):
         assert await client.errors(1) == {""}
         await retriever.stop()
         started = time.monotonic()
@@ -143,7 +146,10 @@ async def test_an_outage_that_lasts_too_long_has_a_name() -> None:
 
 
 async def test_no_search_waits_longer_than_both_limits_together() -> None:
-    async with FakeRetriever() as retriever, Client(retriever, outage_wait_s=0.6, deadline_s=0.6) as client:
+    async with (
+        FakeRetriever() as retriever,
+        Client(retriever, outage_wait_s=0.6, deadline_s=0.6, attempt_s=0.3, probe_s=0.2) as client,
+    ):
         # healthy enough to be readmitted each time, but unable to answer
         retriever.script = lambda query: None if query.startswith("who wrote") else Fault(500)
         results = await asyncio.gather(*client.start(20))
