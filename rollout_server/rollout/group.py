@@ -64,7 +64,8 @@ async def run_group(
 ) -> TrajectoryGroup | GroupRejected:
     """Run `task.group_size` trajectories concurrently until all have ended. A failure does not cancel the others.
 
-    With `oversample`, so many more are run; once `task.group_size` valid ones have ended, the others are cancelled.
+    oversample: trajectories in addition to `task.group_size`. Once `task.group_size` valid trajectories have ended, the
+    remaining ones are cancelled.
     `play_one` runs one trajectory: `run_trajectory`, or an agent with the same parameters.
     `should_stop` gets the oldest version in the group, so the whole group ends when its oldest trajectory is too old.
     Returns GroupRejected if fewer than `min_valid` trajectories are valid, or if a search or tool failed and the
