@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import time
-import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,10 @@ from benchmarks.base import Target, machine_facts
 ROOT = Path(__file__).parents[1]
 CODE = frozenset({".py", ".lua", ".yaml"})
 """Suffixes of files that affect behaviour; all others in a package are documentation."""
+STRING_OR_COMMENT = re.compile(
+    r'''("""|\'\'\')(?:\\.|[^\\])*?\1|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#[^\n]*''', re.DOTALL
+)
+"""Strings are matched so that no "#" within them begins a comment."""
 
 
 class Circumstances:
@@ -67,16 +70,22 @@ def digest(modules: Sequence[str], root: Path = ROOT) -> str:
 def _code(text: str) -> str:
     """Return the lines of a Python file without comments, docstrings, imports and blank lines."""
     lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+    for node in _statements(ast.parse(text)):
         match node:
             case ast.Import() | ast.ImportFrom() | ast.Expr(ast.Constant(str())):
                 lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
             case _:
                 pass
-    for token in tokenize.generate_tokens(StringIO(text).readline):
-        if token.type == tokenize.COMMENT and lines[token.start[0] - 1]:
-            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    lines = STRING_OR_COMMENT.sub(lambda found: "" if found[0][0] == "#" else found[0], "\n".join(lines)).splitlines()
     return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield every statement, also those within others: a tenth of the nodes that ast.walk visits."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, block, ()):
+            yield child
+            yield from _statements(child)
 
 
 def _files(module: str, root: Path) -> Iterator[Path]:

@@ -55,7 +55,6 @@ def report(figure: Figure, **changed: Any) -> dict[str, Any]:
     return found | envelope | changed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_the_page_is_what_the_files_and_the_template_make(path: Path) -> None:
     assert path.read_text() == page(PAGES[path]), "run `make page`: the code of a figure has changed"
