@@ -92,6 +92,7 @@ ARMS: Mapping[str, Arm] = {
     "evidence-group16": Arm((HALF, "run.group_size=16", "run.groups_per_step=2")),
     "evidence-kl": Arm((HALF, "learner.algorithm.kl={coefficient: 0.02, type: k2}")),
     "evidence-lr1": Arm((HALF, "learner.optim.lr=1.0e-5")),
+    "evidence-lr10": Arm((HALF, "learner.optim.lr=1.0e-4")),
     "evidence-hops": Arm((HALF,), by_hops=True),
     "evidence-answered": Arm((HALF,), answered=(0.05, 0.8)),
     "evidence-4turns": Arm((HALF, "rollout.episode.max_turns=4", "rollout.episode.max_context=1280")),
