@@ -18,6 +18,8 @@ from foray.demo.world import SHORT, write_jsonl
 from rollout_server.rewards.base import RewardInput
 
 STEPS = 60
+AHEAD = "rollout.concurrency_groups=144"
+"""Groups at once, those of nine steps: with the demo's 32 generation is hardly ahead of training at any max_lag."""
 
 
 def constant(_: RewardInput) -> float:
@@ -76,7 +78,7 @@ KINDS: Mapping[str, tuple[Breakage, Breakage]] = {
     "no-signal": (Breakage((_rewards(constant),)), Breakage(("run.temperature=0.01",), "hard")),
     "prompts": (Breakage(("rollout.episode.max_context=72",)), Breakage(("rollout.episode.max_new_tokens=8",))),
     "no-search": (
-        Breakage((_rewards("{type: em}", "{type: search_cost, each: 1.0, cap: 3.0}"),)),
+        Breakage((_rewards("{type: em}", "{type: search_cost, each: 1.0, free: 0, cap: 3.0}"),)),
         Breakage((_rewards(answered_at_once),)),
     ),
     "keyword-stuffing": (
@@ -84,8 +86,8 @@ KINDS: Mapping[str, tuple[Breakage, Breakage]] = {
         Breakage((_rewards(copied_words),), steps=2 * STEPS),
     ),
     "stale-gradient": (
-        Breakage(("run.max_lag=8", f"learner.optim.lr={3 * LR['hard']}", *SEARCH_R1), "hard"),
-        Breakage(("run.max_lag=6", f"learner.optim.lr={LR['hard']}", "learner.algorithm.minibatches=4"), "hard"),
+        Breakage(("run.max_lag=8", AHEAD, f"learner.optim.lr={3 * LR['hard']}", *SEARCH_R1), "hard"),
+        Breakage(("run.max_lag=6", AHEAD, f"learner.optim.lr={LR['hard']}", "learner.algorithm.minibatches=4"), "hard"),
     ),
 }
 """Finding -> a breakage for the thresholds, and another of the same kind that judges."""

@@ -76,6 +76,7 @@ BROKEN: dict[str, tuple[str, Evidence]] = {
         Evidence(steps(), dead=dict.fromkeys(range(9), "prompt_too_long"), settled={"dead": 9}),
     ),
     "cut": ("prompts", Evidence(steps(), trajectories(status=Status.TRUNCATED, cause="context"))),
+    "no room": ("prompts", Evidence(steps(), trajectories(), max_turns=3, max_context=14)),
     "no search": ("no-search", Evidence(steps(), trajectories(searches=0, turns=()))),
     "never searches": ("no-search", Evidence(steps(), trajectories(status=Status.OUT_OF_TURNS, searches=0, turns=()))),
     "stuffed": ("keyword-stuffing", Evidence(steps(), trajectories(answer=lambda n: STUFFED, reward=lambda n: 1.0))),
@@ -111,6 +112,8 @@ HEALTHY = {
     "old tokens, equal ratios": Evidence(steps(lag_mean=3.0, lag_max=8.0)),
     "no search by its settings": Evidence(steps(), trajectories(searches=0, turns=()), searches=False),
     "several updates a step": Evidence(steps(logprob_gap=0.05), updates=4),
+    "room for another search": Evidence(steps(), trajectories(), max_turns=3, max_context=15),
+    "no room and no turn": Evidence(steps(), trajectories(), max_turns=1, max_context=14),
     "nothing yet": Evidence(),
 }
 

@@ -85,6 +85,7 @@ class Evidence:
     ask           None: the run's corpus cannot be asked
     searches      whether the policy can search
     updates       optimiser updates of a step: after the first, log-probs differ from the engines' by training
+    max_turns, max_context   rollout.episode's; 0: unknown
     """
 
     steps: Sequence[Mapping[str, Any]] = ()
@@ -94,6 +95,8 @@ class Evidence:
     ask: AskCorpus | None = None
     searches: bool = True
     updates: int = 1
+    max_turns: int = 0
+    max_context: int = 0
 
     @cached_property
     def answered(self) -> list[TrainedTrajectory]:
@@ -133,6 +136,8 @@ def read_evidence(found: Located) -> Evidence:
         settled={str(outcome): number for outcome, number in ledger.counts.items()} if ledger else None,
         searches=config is None or config.rollout.search.type != "none",
         updates=config.learner.algorithm.minibatches * config.learner.algorithm.epochs if config else 1,
+        max_turns=config.rollout.episode.max_turns if config else 0,
+        max_context=config.rollout.episode.max_context if config else 0,
     )
 
 

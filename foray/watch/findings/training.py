@@ -7,12 +7,12 @@ from collections import Counter
 from deploy.run.history import PAST, RunHistory
 from deploy.run.learning import ENOUGH as ENOUGH_STEPS
 from deploy.run.learning import FEW, MOST_DEAD, PAGE, SOLVED, active_signs, learning_state
-from foray.watch.findings.base import ENOUGH, Evidence, Found
+from foray.watch.findings.base import ENOUGH, Evidence, Found, TrainedTrajectory
 from protocol.messages import Status
 
 LAG, RATIO_LOW, ESS = 1.5, 0.01, 0.9
 NO_ADVANTAGE, FILTERED = 0.95, 0.9
-CUT = 0.3
+CUT, NO_ROOM = 0.3, 0.5
 GAP, LATER_KL = 0.01, 0.05
 REMEDIES = {
     "reward_mean": "a lower learner.optim.lr or run.max_lag; learner.algorithm.preserve: {coefficient: 0.2}",
@@ -98,9 +98,11 @@ def no_signal(run: Evidence) -> Found | None:
 
 
 def prompts(run: Evidence) -> Found | None:
-    """Find questions that do not fit, and trajectories that reach a limit of tokens."""
+    """Find questions that do not fit, trajectories that reach a limit of tokens, and answers that had no room for
+    another search: a policy learns to stay below a limit, so that later none is cut."""
     ended = [sample for sample in run.trajectories if sample.trajectory.status is Status.TRUNCATED]
     cut = len(ended) / len(run.trajectories) if len(run.trajectories) >= ENOUGH else 0.0
+    cramped = _cramped(run) if len(run.answered) >= ENOUGH else []
     total, reasons = sum((run.settled or {}).values()), Counter((run.dead or {}).values())
     long = reasons["prompt_too_long"]
     seen = []
@@ -108,21 +110,36 @@ def prompts(run: Evidence) -> Found | None:
         seen.append(f"{long} of {total} questions do not fit into rollout.episode.max_context")
     if cut >= CUT:
         seen.append(f"{cut:.0%} of the last {len(run.trajectories)} trajectories are cut at a limit")
+    limits = Counter(_limit(sample.trajectory.cause) for sample in ended)
+    todo = [f"raise {limit}: it ended {number} of the last trajectories" for limit, number in limits.most_common()]
+    if (run.recent.mean("reward_mean") or 0.0) < SOLVED and len(cramped) >= max(1, NO_ROOM * len(run.answered)):
+        what = f"{len(cramped)} of {len(run.answered)} answers had turns left, but no room for another search in "
+        seen.append(f"{what}{run.max_context} tokens")
+        todo += ["raise rollout.episode.max_context"] * ("rollout.episode.max_context" not in limits)
     if not seen:
         return None
-    limits = Counter(_limit(sample.trajectory.cause) for sample in ended)
-    todo = tuple(f"raise {limit}: it ended {number} of the last trajectories" for limit, number in limits.most_common())
     return Found(
         "; ".join(seen),
-        f"{MOST_DEAD:.0%} of the questions ended as prompt_too_long, at least {FEW}, or {CUT:.0%} of the trajectories "
-        "are truncated",
+        f"{MOST_DEAD:.0%} of the questions ended as prompt_too_long, at least {FEW}, {CUT:.0%} of the trajectories "
+        f"are truncated, or {NO_ROOM:.0%} of the answers had no room for another search",
         (
             *todo,
             "`foray doctor run.yaml` encodes the questions and says how many fit",
             "a lower rollout.search.topk or rollout.episode.max_obs_tokens",
         ),
-        tuple(ended),
+        (*(ended if cut >= CUT else ()), *sorted(cramped, key=lambda sample: sample.trajectory.reward)),
     )
+
+
+def _cramped(run: Evidence) -> list[TrainedTrajectory]:
+    """Return the answers that had turns left, but no tokens for one more search as long as theirs."""
+    found = []
+    for sample in run.answered:
+        done, tokens = sample.trajectory.searches, [len(segment.ids) for segment in sample.trajectory.segments]
+        one_sequence = len(sample.trajectory.sequences) == 1
+        if one_sequence and 0 < done < run.max_turns and sum(tokens) + sum(tokens[1:-1]) / done > run.max_context:
+            found.append(sample)
+    return found
 
 
 def _limit(cause: str) -> str:
