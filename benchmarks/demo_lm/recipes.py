@@ -4,10 +4,10 @@
     python -m benchmarks.demo_lm.recipes table                docs/recipes.md, one row for each arm
     python -m benchmarks.demo_lm.recipes pooled DIR DIR DIR   demos with several seeds as one: F1 by source and hops
 
-An arm is a change of benchmarks/demo_lm/run.yaml, from the warm start of its seed. Its policy is evaluated on the
-demo's validation questions, which neither the warm start nor GRPO saw; never on `held_out` or `dev`, which judge the
-recipe that is chosen. Each arm writes docs/figures/recipes/NAME.json and is not repeated while that file exists:
-commit each, and start the command again after an interruption.
+An arm is a change of benchmarks/demo_lm/run.yaml as it was before (`BEFORE`), from the warm start of its seed. Its
+policy is evaluated on the demo's validation questions, which neither the warm start nor GRPO saw; never on `held_out`
+or `dev`, which judge the recipe that is chosen. Each arm writes docs/figures/recipes/NAME.json and is not repeated
+while that file exists: commit each, and start the command again after an interruption.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def rewards(*parts: str) -> str:
     return f"rollout.episode.rewards=[{', '.join((*parts, FORMAT, EM))}]"
 
 
+BEFORE = (rewards(F1), "learner.optim.lr=3.0e-5")
+"""What run.yaml had before the recipe was chosen from these arms: all of them change that."""
 HALF = rewards(HALF_F1, EVIDENCE)
 """Half F1, half recall of the supporting passages over the whole trajectory (David-GRPO, arXiv 2601.21699)."""
 
@@ -115,7 +117,7 @@ def play(name: str, args: argparse.Namespace, say: Say) -> dict[str, Any]:
     questions = _questions(arm, base, directory, say)
     changed = [
         *("run.id=" + f"recipe-{name}", override("run.dir", directory / "grpo"), f"run.steps={args.steps}"),
-        *("learner.eval.suites=[]", *arm.overrides, *questions),
+        *("learner.eval.suites=[]", *BEFORE, *arm.overrides, *questions),
     ]
     grpo = Phase.foray("grpo", f"{name}: GRPO", "up", base / CONFIG_COPY, *changed)
     run_phases([grpo, _evaluation(base, "grpo", directory / "grpo", directory)], directory, say)
