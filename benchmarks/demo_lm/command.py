@@ -27,7 +27,7 @@ import yaml
 
 from benchmarks.demo_lm.phases import Phase, PhaseFailed, PhaseStopped, run_phases
 from deploy.hardware.run import cores
-from deploy.hardware.speed import cpu_speed
+from deploy.hardware.speed import cores_at_once, cpu_speed
 from protocol.errors import UserError
 from protocol.runtime.config import override, read_tree
 from protocol.runtime.number_format import SMALL, stored_parameters
@@ -187,7 +187,8 @@ def chosen_sizes(parameters: float, questions: Sequence[int]) -> dict[str, Any]:
     """
     speed = cpu_speed()
     dtype = speed.best if speed and parameters >= SMALL else "float32"
-    share, rate = parameters / PARAMETERS / cores(), getattr(speed, dtype) if speed else math.inf
+    at_once = cores_at_once(cores())
+    share, rate = parameters / PARAMETERS / at_once, getattr(speed, dtype) if speed else math.inf
     update, episode, step = ((fixed + gflop / rate) * share for fixed, gflop in COSTS.values())
     seconds = HOURS * 3600 * 0.8
     updates, limit, steps = 72, max(questions), 50
@@ -203,8 +204,8 @@ def chosen_sizes(parameters: float, questions: Sequence[int]) -> dict[str, Any]:
         limit = min(limit, max(10, int(0.35 * seconds / episode / POLICIES / len(questions))))
         steps = min(steps, max(2, int((seconds - updates * update - evaluations()) / step)))
     numbers = f"{updates} updates of the warm start, {steps} steps, at most {limit} questions of each set"
-    expected = f"{cores()} cores: {speed or 'unknown speed'}\n{numbers}: about {duration(total())} in "
-    expected += f"{dtype} without other work (load now {os.getloadavg()[0]:.1f})"
+    expected = f"{cores()} cores, at once {at_once:.2g} times as fast as one: {speed or 'unknown speed'}\n{numbers}: "
+    expected += f"about {duration(total())} in {dtype} without other work (load now {os.getloadavg()[0]:.1f})"
     return {"updates": updates, "limit": limit, "steps": steps, "dtype": dtype, "expected": expected}
 
 

@@ -21,6 +21,16 @@ MEASURE = (
     "import dataclasses, json, torch; from protocol.runtime.number_format import measure; "
     "print(json.dumps(dataclasses.asdict(measure(torch))))"
 )
+AT_ONCE = """
+import sys, time, torch
+best, matrix = {}, torch.ones(1024, 1024)
+for threads in (1, int(sys.argv[1])) * 5:
+    torch.set_num_threads(threads)
+    began = time.perf_counter()
+    matrix @ matrix
+    best[threads] = min(best.get(threads, 1.0), time.perf_counter() - began)
+print(best[1] / best[threads])
+"""
 MEASURE_S = 120.0
 
 
@@ -29,6 +39,14 @@ def cpu_speed() -> CpuSpeed | None:
     """Measure in a separate process, so that this one does not load torch; None if torch is not installed here."""
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, timeout=MEASURE_S)
     return CpuSpeed(**json.loads(done.stdout)) if done.returncode == 0 else None
+
+
+def cores_at_once(cores: int) -> float:
+    """Return how much faster `cores` threads multiply matrices than one: near 1 where two cores of a virtual machine
+    are two threads of one physical core. `cores` if torch is not installed here."""
+    words = [sys.executable, "-c", AT_ONCE, str(cores)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=MEASURE_S)
+    return max(1.0, float(done.stdout)) if done.returncode == 0 else float(cores)
 
 
 def with_dtypes(

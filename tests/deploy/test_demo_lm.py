@@ -18,6 +18,7 @@ import yaml
 from benchmarks.demo_lm import command, results
 from benchmarks.demo_lm.command import FILES, LARGER, VARIABLE, find_data, prepare
 from benchmarks.demo_lm.phases import Phase, PhaseFailed, read_phases, run_phases
+from deploy.hardware.speed import cores_at_once
 from foray.cli import main
 from foray.evaluation.store import EPISODES, RECIPE
 from learner.data.questions import load_questions
@@ -116,6 +117,7 @@ def test_validation_has_its_own_questions_and_a_limit_leaves_out_no_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "cpu_speed", lambda: None)
+    monkeypatch.setattr(command, "cores_at_once", float)
     folder, run = data(tmp_path / "data", 700), tmp_path / "run"
     asked = [{"id": f"d{n}", "question": f"who {n}?", "answers": ["a"], "source": str(n // 50)} for n in range(150)]
     (folder / FILES["dev"]).write_text("".join(json.dumps(q) + "\n" for q in asked))
@@ -136,9 +138,17 @@ def test_validation_has_its_own_questions_and_a_limit_leaves_out_no_source(
 def test_the_expected_time_is_that_of_the_questions_that_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "cpu_speed", lambda: None)  # only the fixed seconds count
     monkeypatch.setattr(command, "cores", lambda: 2)
+    monkeypatch.setattr(command, "cores_at_once", float)
     few, many = (command.chosen_sizes(command.PARAMETERS, asked) for asked in ([200, 100], [200, 500]))
     # 50 steps of 80 CPU seconds, and half a CPU second for each of 4 policies and each question, on two cores
     assert "about 38 min" in few["expected"] and "about 45 min" in many["expected"]
+    monkeypatch.setattr(command, "cores_at_once", lambda cores: 1.25)  # two threads of one physical core
+    slower = command.chosen_sizes(command.PARAMETERS, [200, 100])
+    assert "about 61 min" in slower["expected"] and "2 cores, at once 1.2 times" in slower["expected"]
+
+
+def test_two_threads_are_worth_one_core_or_more() -> None:
+    assert cores_at_once(2) >= 1.0
 
 
 SMALL = (

@@ -54,6 +54,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(number_format, "measure", lambda torch: speed)
         monkeypatch.setattr(speeds, "cpu_speed", lambda: speed)
         monkeypatch.setattr(demo_lm, "cpu_speed", lambda: speed)
+        monkeypatch.setattr(demo_lm, "cores_at_once", float)
         monkeypatch.setitem(sys.modules, "torch", Torch(gpu=False))  # type: ignore[arg-type]
         monkeypatch.setattr(speeds, "hosts_of", lambda config, environ: ())
 
