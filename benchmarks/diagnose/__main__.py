@@ -41,7 +41,7 @@ FOLDER = ROOT / "docs" / "figures" / "diagnose"
 TEMPLATE, PAGE = FOLDER / "page.template", ROOT / "docs" / "diagnose.md"
 RUNS = Path("runs/diagnose")
 CHOSEN, JUDGED, HEALTHY = (0, 1, 2), 10, (30, 31, 32, 33)
-"""Seeds: thresholds may be set on runs with the first; the others judge."""
+"""Seeds: thresholds may be set on runs with the first; the others judge, until a run that was judged is used, too."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,14 @@ class Planned:
 
 def planned(phase: str) -> list[Planned]:
     """Return the runs of a phase in their order."""
+    later = [[Planned(kind, n, JUDGED * n + i) for n in range(1, len(KINDS[kind]))] for i, kind in enumerate(KINDS)]
     if phase == "broken":
-        return [Planned(kind, 1, JUDGED + place) for place, kind in enumerate(KINDS)]
+        return [runs[-1] for runs in later]
     if phase == "healthy":
         return [Planned("", 0, seed, "hard" if seed % 2 else "demo") for seed in HEALTHY]
     healthy = [Planned("", 0, seed, level) for seed in CHOSEN for level in LR]
-    return [*(Planned(kind, 0, seed) for seed in CHOSEN for kind in KINDS), *healthy]
+    once_judged = [run for runs in later for run in runs[:-1]]
+    return [*(Planned(kind, 0, seed) for seed in CHOSEN for kind in KINDS), *once_judged, *healthy]
 
 
 def play(run: Planned, say: Say) -> dict[str, Any]:

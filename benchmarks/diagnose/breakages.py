@@ -57,7 +57,8 @@ def _rewards(*parts: str | Callable[[RewardInput], float]) -> str:
 class Breakage:
     """What differs from the demo's settings.
 
-    search  passages that searches return: "random" ones, those of a "foreign" world; "": those that they find
+    search  passages that searches return: "random" ones, those of a "foreign" world, those found in a "tenth" of the
+            corpus; "": those that they find
     temperature  by which the engine divides its logits, beside what it is asked for
     """
 
@@ -68,13 +69,13 @@ class Breakage:
     temperature: float = 1.0
 
 
-KINDS: Mapping[str, tuple[Breakage, Breakage]] = {
+KINDS: Mapping[str, tuple[Breakage, ...]] = {
     "collapse": (
         Breakage(Collapsing("lag8-lr6-mb1-r1", "", 0).overrides, "hard", steps=150),
         Breakage(Collapsing("lag8-lr10-mb1-r1", "", 0).overrides, "hard", steps=150),
     ),
     "unequal-logprobs": (Breakage(temperature=0.7), Breakage(level="hard", temperature=1.3)),
-    "retriever": (Breakage(search="random"), Breakage(search="foreign")),
+    "retriever": (Breakage(search="random"), Breakage(search="foreign"), Breakage(search="tenth")),
     "no-signal": (Breakage((_rewards(constant),)), Breakage(("run.temperature=0.01",), "hard")),
     "prompts": (Breakage(("rollout.episode.max_context=72",)), Breakage(("rollout.episode.max_new_tokens=8",))),
     "no-search": (
@@ -90,7 +91,7 @@ KINDS: Mapping[str, tuple[Breakage, Breakage]] = {
         Breakage(("run.max_lag=6", AHEAD, f"learner.optim.lr={LR['hard']}", "learner.algorithm.minibatches=4"), "hard"),
     ),
 }
-"""Finding -> a breakage for the thresholds, and another of the same kind that judges."""
+"""Finding -> breakages for the thresholds, and, the last one, another of the same kind that judges."""
 
 
 class AtRandom:
@@ -133,9 +134,10 @@ def searching(breakage: Breakage, seed: int, corpus: Path) -> Iterator[tuple[str
             yield (f"rollout.search.urls=[{server.search_url}]",)
         finally:
             server.close()
-    elif breakage.search == "foreign":
+    elif breakage.search:
+        passages = SHORT.world(seed + 500 * (breakage.search == "foreign"), SHORT.larger).passages()
         corpus.parent.mkdir(parents=True, exist_ok=True)
-        write_jsonl(corpus, SHORT.world(seed + 500, SHORT.larger).passages())
+        write_jsonl(corpus, passages[:: 10 if breakage.search == "tenth" else 1])
         yield (f"retriever.corpus={corpus.absolute()}",)
     else:
         yield ()

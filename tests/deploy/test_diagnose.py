@@ -68,6 +68,10 @@ BROKEN: dict[str, tuple[str, Evidence]] = {
     "half-precision engine": ("unequal-logprobs", Evidence(steps(logprob_gap=0.05))),
     "an engine that drifts": ("unequal-logprobs", Evidence(steps(kl_behaviour=lambda n: 0.2 if n > 20 else 0.0))),
     "random passages": ("retriever", Evidence(steps(), trajectories(answer=lambda n: "Bath", turns=(CITY,)))),
+    "random passages, and then no search": (
+        "retriever",
+        Evidence(steps(), trajectories(8, searches=0), first=trajectories(answer=lambda n: "Bath", turns=(CITY,))),
+    ),
     "equal rewards": ("no-signal", Evidence(steps(reward_std=0.0, zero_advantage_share=1.0))),
     "no advantage": ("no-signal", Evidence(steps(zero_advantage_share=0.97))),
     "all filtered": ("no-signal", Evidence(settled={"trained": 2, "filtered": 98})),
@@ -114,6 +118,7 @@ HEALTHY = {
     "several updates a step": Evidence(steps(logprob_gap=0.05), updates=4),
     "room for another search": Evidence(steps(), trajectories(), max_turns=3, max_context=15),
     "no room and no turn": Evidence(steps(), trajectories(), max_turns=1, max_context=14),
+    "few search, and found something": Evidence(steps(), trajectories(8, turns=()), first=trajectories()),
     "nothing yet": Evidence(),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -80,6 +80,7 @@ class Evidence:
 
     steps         records of `metrics.jsonl`, the newest last
     trajectories  the valid ones of the groups trained last, the newest first
+    first         those of the groups trained first, if hardly any of `trajectories` searched
     dead          seq -> reason, of questions that failed
     settled       outcome -> number of questions
     ask           None: the run's corpus cannot be asked
@@ -90,6 +91,7 @@ class Evidence:
 
     steps: Sequence[Mapping[str, Any]] = ()
     trajectories: tuple[TrainedTrajectory, ...] = ()
+    first: tuple[TrainedTrajectory, ...] = ()
     dead: Mapping[int, str] | None = None
     settled: Mapping[str, int] | None = None
     ask: AskCorpus | None = None
@@ -122,16 +124,17 @@ def read_evidence(found: Located) -> Evidence:
         tokens = None
     ledger = read_ledger(found.directory)
     config = read_config(found.directory)
-    entries = choose(
-        reversed(list(trained_groups(found.directory, last=RECENT_GROUPS))), every=True, max_lag=found.run.max_lag
-    )
+
+    def read(groups: Iterable[Any]) -> tuple[TrainedTrajectory, ...]:
+        entries = islice(choose(groups, every=True, max_lag=found.run.max_lag), MOST_READ)
+        return tuple(TrainedTrajectory(s, tuple(_turns(s, tokens))) for s in entries if s.trajectory.status.is_valid)
+
+    newest = read(reversed(list(trained_groups(found.directory, last=RECENT_GROUPS))))
+    few = tokens is not None and sum(bool(sample.turns) for sample in newest) < ENOUGH
     return Evidence(
         steps=tuple(read_steps(found.directory / "metrics.jsonl").values()),
-        trajectories=tuple(
-            TrainedTrajectory(s, tuple(_turns(s, tokens)))
-            for s in islice(entries, MOST_READ)
-            if s.trajectory.status.is_valid
-        ),
+        trajectories=newest,
+        first=read(islice(trained_groups(found.directory), RECENT_GROUPS)) if few else (),
         dead=Fates(ledger).dead,
         settled={str(outcome): number for outcome, number in ledger.counts.items()} if ledger else None,
         searches=config is None or config.rollout.search.type != "none",

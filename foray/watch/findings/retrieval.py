@@ -21,15 +21,18 @@ SAME_RESULTS, IN_CORPUS = 0.5, 0.7
 
 
 def retriever(run: Evidence) -> Found | None:
-    """Find searches that show neither a supporting passage nor the answer."""
-    searched = [sample for sample in run.trajectories if sample.turns and targets(sample.question, "either")]
+    """Find searches that show neither a supporting passage nor the answer: of the groups trained last, or first, if the
+    policy has given up searching since."""
+    searched, when = _searched(run.trajectories), ""
+    if len(searched) < ENOUGH:
+        searched, when = _searched(run.first), " in the first groups, before the policy gave up searching,"
     missed = [sample for sample in searched if not any(found(sample.question, turn, "either") for turn in sample.turns)]
     if len(searched) < ENOUGH or (share := 1 - len(missed) / len(searched)) >= SHOWN:
         return None
     todo = run.ask(missed) if run.ask is not None else ()
     return Found(
-        f"the searches do not find: {share:.0%} of {len(searched)} trajectories that searched were shown a supporting "
-        "passage or the answer",
+        f"the searches do not find: {share:.0%} of {len(searched)} trajectories that searched{when} were shown a "
+        "supporting passage or the answer",
         f"less than {SHOWN:.0%} of the trajectories that searched",
         (
             *todo,
@@ -40,6 +43,10 @@ def retriever(run: Evidence) -> Found | None:
         ),
         tuple(missed),
     )
+
+
+def _searched(trajectories: Sequence[TrainedTrajectory]) -> list[TrainedTrajectory]:
+    return [sample for sample in trajectories if sample.turns and targets(sample.question, "either")]
 
 
 def corpus_of(config: RunConfig | None) -> AskCorpus | None:
