@@ -7,7 +7,7 @@
 
 Each run writes docs/figures/diagnose/NAME.json and is not repeated while that file exists: commit each, and start the
 command again after an interruption. A run is the ring of `foray demo` without its evaluations. Its directory stays in
-runs/diagnose, so that a changed threshold is judged again by `--again`, without a run.
+runs/diagnose, so that a changed threshold is judged again by `--again`, without a run, where that directory still is.
 """
 
 from __future__ import annotations
@@ -178,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     runs = [run for run in planned(args.phase) if args.kind in (None, run.kind)]
     missing = [run for run in runs if args.again == (FOLDER / f"{run.name}.json").exists()]
+    if args.again:
+        missing = [run for run in missing if (RUNS / run.name).is_dir()]
     for run in missing[: args.most]:
         path = FOLDER / f"{run.name}.json"
         say(f"{run.name}: {' '.join(run.overrides)}")
