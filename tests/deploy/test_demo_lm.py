@@ -147,8 +147,8 @@ def test_the_expected_time_is_that_of_the_questions_that_are_evaluated(monkeypat
     assert "about 61 min" in slower["expected"] and "2 cores, at once 1.2 times" in slower["expected"]
 
 
-def test_two_threads_are_worth_one_core_or_more() -> None:
-    assert cores_at_once(2) >= 1.0
+def test_what_two_threads_compute_at_once_is_measured() -> None:
+    assert 1.0 <= cores_at_once(2) != 2.0  # 2: without torch, or if the measurement fails
 
 
 SMALL = (

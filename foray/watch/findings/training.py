@@ -102,7 +102,7 @@ def prompts(run: Evidence) -> Found | None:
     another search: a policy learns to stay below a limit, so that later none is cut."""
     ended = [sample for sample in run.trajectories if sample.trajectory.status is Status.TRUNCATED]
     cut = len(ended) / len(run.trajectories) if len(run.trajectories) >= ENOUGH else 0.0
-    cramped = _cramped(run) if len(run.answered) >= ENOUGH else []
+    cramped = _cramped(run)
     total, reasons = sum((run.settled or {}).values()), Counter((run.dead or {}).values())
     long = reasons["prompt_too_long"]
     seen = []
@@ -112,10 +112,11 @@ def prompts(run: Evidence) -> Found | None:
         seen.append(f"{cut:.0%} of the last {len(run.trajectories)} trajectories are cut at a limit")
     limits = Counter(_limit(sample.trajectory.cause) for sample in ended)
     todo = [f"raise {limit}: it ended {number} of the last trajectories" for limit, number in limits.most_common()]
-    if (run.recent.mean("reward_mean") or 0.0) < SOLVED and len(cramped) >= max(1, NO_ROOM * len(run.answered)):
+    if cramped:
         what = f"{len(cramped)} of {len(run.answered)} answers had turns left, but no room for another search in "
         seen.append(f"{what}{run.max_context} tokens")
-        todo += ["raise rollout.episode.max_context"] * ("rollout.episode.max_context" not in limits)
+        if "rollout.episode.max_context" not in limits:
+            todo.append("raise rollout.episode.max_context")
     if not seen:
         return None
     return Found(
@@ -127,19 +128,23 @@ def prompts(run: Evidence) -> Found | None:
             "`foray doctor run.yaml` encodes the questions and says how many fit",
             "a lower rollout.search.topk or rollout.episode.max_obs_tokens",
         ),
-        (*(ended if cut >= CUT else ()), *sorted(cramped, key=lambda sample: sample.trajectory.reward)),
+        tuple(cramped or ended),
     )
 
 
 def _cramped(run: Evidence) -> list[TrainedTrajectory]:
-    """Return the answers that had turns left, but no tokens for one more search as long as theirs."""
+    """Return the answers that had turns left, but no tokens for one more search as long as theirs, those with the
+    lowest reward first; none if they are few, or the run is solved."""
     found = []
     for sample in run.answered:
         done, tokens = sample.trajectory.searches, [len(segment.ids) for segment in sample.trajectory.segments]
         one_sequence = len(sample.trajectory.sequences) == 1
         if one_sequence and 0 < done < run.max_turns and sum(tokens) + sum(tokens[1:-1]) / done > run.max_context:
             found.append(sample)
-    return found
+    solved = (run.recent.mean("reward_mean") or 0.0) >= SOLVED
+    if solved or len(run.answered) < ENOUGH or len(found) < NO_ROOM * len(run.answered):
+        return []
+    return sorted(found, key=lambda sample: sample.trajectory.reward)
 
 
 def _limit(cause: str) -> str:
