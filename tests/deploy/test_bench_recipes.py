@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.demo_lm import recipes
+from benchmarks.demo_lm import recipes, results
 from benchmarks.demo_lm.command import FILES, LARGER, config_tree
 from benchmarks.demo_lm.recipes import ARMS, Arm
 from deploy.config import from_tree
@@ -98,17 +98,30 @@ def write_result(folder: Path, episodes: list[dict[str, Any]]) -> None:
     (folder / EPISODES).write_text("".join(json.dumps(one) + "\n" for one in episodes))
 
 
-def test_several_seeds_are_one_comparison_over_the_means_of_each_question(tmp_path: Path) -> None:
+def test_several_seeds_are_one_comparison_over_the_means_of_each_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seed, gain in enumerate((1.0, 0.5)):
         write_questions(tmp_path / str(seed) / "questions" / "dev.jsonl", [question(n, 2) for n in range(12)])
         for name, f1 in (("warm", 0.0), ("grpo", gain)):
             write_result(tmp_path / str(seed) / "eval" / name, [row(f"q{n}", f1, searches=2) for n in range(12)])
-    lines = recipes.pooled([tmp_path / "0", tmp_path / "1"])
+    (tmp_path / "seeds").mkdir()
+    for seed in (0, 1):
+        (tmp_path / "seeds" / f"{seed}.json").write_text(
+            json.dumps(results.summary(tmp_path / str(seed), {"seed": seed}))
+        )
+    kept = [json.loads(path.read_text()) for path in sorted((tmp_path / "seeds").iterdir())]
+    lines = recipes.pooled(kept)
     assert any("dev        f1        s 2              12  0.000 -> 0.750: +0.750" in line for line in lines)
     assert any("searches  all" in line and "2.000 -> 2.000: +0.000" in line for line in lines)
     assert any("f1  warm start -> GRPO: +0.750" in line and "one-sided p 0.0" in line for line in lines)
+    assert any("all       f1  warm start -> GRPO: +0.750" in line for line in lines)
+    monkeypatch.setattr(recipes, "SEEDS", tmp_path / "seeds")
+    monkeypatch.setattr(recipes, "EVALUATED", ("dev",))
+    shown = recipes.seeds()
+    assert "| 1 | dev | GRPO | 0.500 (0.50 to 0.50) | 2.00 |  | 0.0 |" in shown and "0.000 -> 0.750" in shown
     with pytest.raises(UserError, match="no warm start"):
-        recipes.pooled([tmp_path / "none"])
+        recipes.pooled([results.summary(tmp_path / "none", {})])
 
 
 def test_the_page_is_what_the_results_and_the_template_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
