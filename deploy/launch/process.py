@@ -30,7 +30,7 @@ from protocol.redaction import for_terminal
 from protocol.runtime.lifecycle import require_linux
 from protocol.runtime.net import free_port
 from protocol.runtime.service_cli import INTERRUPTED, NOT_RESTARTED
-from rollout_server.node.guard import memory_mib
+from rollout_server.node.guard import cpu_s, memory_mib
 
 PR_SET_PDEATHSIG = 1
 LOOPBACK = "127.0.0.1"
@@ -114,6 +114,10 @@ class Child(Protocol):
     @abstractmethod
     def memory_mib(self) -> int:
         """Return the resident memory of this process and those below it."""
+
+    @abstractmethod
+    def cpu_s(self) -> float:
+        """Return the seconds of CPU that this process and those below it have used."""
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether it ended within `timeout_s`."""
@@ -248,6 +252,10 @@ class ManagedProcess(Child):
     def memory_mib(self) -> int:
         """Return the resident memory of this process and those below it."""
         return memory_mib(self.pid)
+
+    def cpu_s(self) -> float:
+        """Return the seconds of CPU that this process and those below it have used."""
+        return cpu_s(self.pid)
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError, PermissionError):  # empty, or only zombies

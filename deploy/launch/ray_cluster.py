@@ -58,6 +58,7 @@ class ActorState:
     code: int | None = None
     pid: int = 0
     memory: int = 0
+    cpu: float = 0.0
     end: int = 0
     text: bytes = b""
 
@@ -89,8 +90,8 @@ class ProcessActor:
                 end = log.seek(0, os.SEEK_END)
                 log.seek(max(start, self._start, end - CHUNK))
                 text = log.read(end - log.tell())
-        memory = self._child.memory_mib()
-        return replace(seen, code=code, pid=self._child.pid, memory=memory, end=end, text=text)
+        memory, cpu = self._child.memory_mib(), self._child.cpu_s()
+        return replace(seen, code=code, pid=self._child.pid, memory=memory, cpu=cpu, end=end, text=text)
 
     def signal(self, method: str) -> None:
         """Terminate or kill the process."""
@@ -153,6 +154,10 @@ class RayChild(Child):
     def memory_mib(self) -> int:
         """Return the resident memory that was reported last."""
         return self._seen.memory
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that was reported last."""
+        return self._seen.cpu
 
     def _read(self) -> None:
         if self._look is None:

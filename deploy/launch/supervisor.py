@@ -165,14 +165,20 @@ class Supervisor:
 
     def _stop_stage(self, stage: list[Child]) -> list[str]:
         if alive := [child.spec.name for child in stage if child.poll() is None]:
-            checkpoint = ", which writes a checkpoint" if stage[0].spec.kind == "learner" else ""
+            checkpoint = ", which finishes its step and writes a checkpoint" if stage[0].spec.kind == "learner" else ""
             self._say(f"stopping {', '.join(alive)}{checkpoint}")
         for child in stage:
             child.terminate()
         begun = time.monotonic()
         limit = self._shutdown_s + max((child.spec.stop_s for child in stage), default=0.0)
+        working = Growth(limit)
+
+        def computed() -> float:
+            # a learner first finishes its step, however long that takes; less than a tenth of a core is no work
+            return sum(child.cpu_s() for child in stage if child.spec.kind == "learner") * 10 // max(limit, POLL_S)
+
         # `hurry` may be called meanwhile
-        while any(child.poll() is None for child in stage) and time.monotonic() - begun < limit and not self._hurried:
+        while any(child.poll() is None for child in stage) and not working.has_ended(computed) and not self._hurried:
             slow = next((child for child in stage if child.poll() is None), stage[0])
             self._beat(lambda slow=slow: slow.waiting_line("to stop", since=begun))  # type: ignore[misc]
             time.sleep(POLL_S)
@@ -180,7 +186,8 @@ class Supervisor:
         for child in late:
             child.kill()
             child.wait(10.0)
-            self._say(f"{child.spec.name} did not stop within {0 if self._hurried else limit:g} s and was killed")
+            waited = f"has not computed for {limit:g} s" if not self._hurried else "did not stop at once"
+            self._say(f"{child.spec.name} {waited} and was killed")
         return [child.spec.name for child in late]
 
     def _look(self, name: str) -> bool:

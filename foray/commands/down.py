@@ -60,7 +60,10 @@ def stop(directory: Path, timeout_s: float) -> bool:
         )
     if not run_dir.wait_until_free(directory, timeout_s):
         which = f"process {pid}" if pid else "on another host"
-        raise ForayError(f"the launcher ({which}) of {directory} did not end within {timeout_s:g} s")
+        raise ForayError(
+            f"the launcher ({which}) of {directory} did not end within {timeout_s:g} s: its learner may still finish a "
+            "step, and it ends after that; the same command again kills what has not ended"
+        )
     return True
 
 

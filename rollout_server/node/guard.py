@@ -82,22 +82,33 @@ def memory_mib(root: int) -> int:
     return pages * os.sysconf("SC_PAGESIZE") >> 20
 
 
-class Growth:
-    """Tells processes that still load from those that have stopped to: by their memory, whatever the time.
+def cpu_s(root: int) -> float:
+    """Return the seconds of CPU that `root` and the processes below it have used."""
+    ticks = 0
+    for pid in (root, *descendants(root)):
+        try:
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+        except (OSError, ValueError):
+            continue  # it has exited
+    return ticks / os.sysconf("SC_CLK_TCK")
 
-    patience_s  seconds without growth after which a start has failed, measured by `clock`
+
+class Growth:
+    """Tells processes that still work from those that have stopped to: by memory or CPU time, whatever the time.
+
+    patience_s  seconds without growth after which they have stopped, measured by `clock`
     """
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience_s, self._clock = patience_s, clock
-        self._most = -1
+        self._most = -1.0
         self._look_at = self.until = clock()
-        """Time at which the start has failed."""
+        """Time at which they have stopped working."""
 
-    def has_ended(self, memory: Callable[[], int]) -> bool:
-        """Return whether the processes have not grown for patience_s. `memory` returns how much they have, in MiB."""
+    def has_ended(self, used: Callable[[], float]) -> bool:
+        """Return whether what they use has not grown for patience_s. `used` returns it, for instance in MiB."""
         if (now := self._clock()) >= self._look_at:
-            self._look_at, grown = now + self._patience_s / 20, memory()
+            self._look_at, grown = now + self._patience_s / 20, used()
             if grown > self._most:
                 self._most, self.until = grown, now + self._patience_s
         return now > self.until

@@ -87,7 +87,7 @@ def test_start_and_stop_say_what_they_wait_for(tmp_path: Path, children: list[Ma
     ]
     said.clear()
     assert supervisor.stop() == []
-    assert said[0] == "stopping learner, which writes a checkpoint"
+    assert said[0] == "stopping learner, which finishes its step and writes a checkpoint"
     assert any(line.startswith("waiting for learner to stop, ") and "writing the checkpoint" in line for line in said)
 
 

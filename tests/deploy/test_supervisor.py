@@ -245,6 +245,25 @@ def test_a_learner_that_writes_its_last_checkpoint_is_waited_for(tmp_path: Path,
     assert "saved" in (tmp_path / "learner.log").read_text(), "although shutdown_s is 0.5"
 
 
+@pytest.mark.parametrize(("kind", "killed"), [("learner", []), ("engine", ["it"])])
+def test_a_learner_that_computes_is_waited_for_however_long_its_step_is(
+    tmp_path: Path, supervisor: Supervisor, kind: str, killed: list[str]
+) -> None:
+    step = "import signal, sys, time\n" + (
+        "def stop(*_):\n    end = time.process_time() + 1.5\n    while time.process_time() < end: pass\n"
+        "    sys.exit(0)\nsignal.signal(signal.SIGTERM, stop); print('up', flush=True); time.sleep(60)"
+    )
+    supervisor.spawn(spec(tmp_path, "it", step, kind=kind))
+    supervisor.await_ready(["it"])
+    assert supervisor.stop() == killed, "shutdown_s is 0.5"
+
+
+def test_a_learner_that_does_not_compute_is_killed(tmp_path: Path, supervisor: Supervisor) -> None:
+    supervisor.spawn(spec(tmp_path, "learner", STUBBORN, kind="learner"))
+    supervisor.await_ready(["learner"])
+    assert supervisor.stop() == ["learner"]
+
+
 def test_what_a_killed_process_started_does_not_outlive_it(tmp_path: Path, supervisor: Supervisor) -> None:
     grandchild = "import subprocess, sys; print('pid', subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)\n"
     child = supervisor.spawn(spec(tmp_path, "engine-1", grandchild + STUBBORN, SLEEP, kind="engine"))
