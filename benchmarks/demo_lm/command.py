@@ -44,9 +44,9 @@ PARAMETERS = 135e6
 """Of SmolLM2-135M."""
 HOURS = 2
 """How long a demo may take; a fifth of it is a reserve."""
-COSTS = {"update": (0.0, 2000), "episode": (0.5, 95), "step": (80.0, 11000)}
+COSTS = {"update": (0.0, 4800), "episode": (0.5, 200), "step": (80.0, 15000)}
 """Seconds of a core and GFLOP of an update of the warm start, an evaluated question, a step of GRPO with SmolLM2-135M:
-from CPU seconds with AVX512-BF16 (docs/figures/lm.json, 400 GFLOP/s a core) and with AVX2 (88)."""
+from CPU seconds with AVX512-BF16 (docs/figures/recipes/seeds/0.json, 193 GFLOP/s a core)."""
 POLICIES = 4
 """Evaluations of each question: untrained, naive RAG, warm start, GRPO."""
 MOST_THREADS = 8
@@ -187,7 +187,7 @@ def chosen_sizes(parameters: float, questions: Sequence[int]) -> dict[str, Any]:
     """
     speed = cpu_speed()
     dtype = speed.best if speed and parameters >= SMALL else "float32"
-    at_once = cores_at_once(cores())
+    at_once = min(cores_at_once(cores()), float(cores()))  # more is noise
     share, rate = parameters / PARAMETERS / at_once, getattr(speed, dtype) if speed else math.inf
     update, episode, step = ((fixed + gflop / rate) * share for fixed, gflop in COSTS.values())
     seconds = HOURS * 3600 * 0.8

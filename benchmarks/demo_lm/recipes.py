@@ -69,6 +69,10 @@ BEFORE = (rewards(F1), "learner.optim.lr=3.0e-5")
 HALF = rewards(HALF_F1, EVIDENCE)
 """Half F1, half recall of the supporting passages over the whole trajectory (David-GRPO, arXiv 2601.21699)."""
 
+BY_TURN = (rewards(F1, "{type: turn_retrieval, by: passage, weight: 0.5}"), "learner.algorithm.turns=turn")
+"""A search is rewarded for the passages that it finds and for what follows, an answer for its F1 alone."""
+TRIPLE = "learner.optim.lr=1.0e-4"
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -89,7 +93,7 @@ ARMS: Mapping[str, Arm] = {
     "f1": Arm(()),
     "evidence": Arm((HALF,)),
     "evidence-repeated": Arm((rewards(HALF_F1, EVIDENCE, REPEATED),)),
-    "evidence-turns": Arm((rewards(F1, "{type: turn_retrieval, by: passage, weight: 0.5}"),)),
+    "evidence-turns": Arm(BY_TURN),
     "evidence-calibrated": Arm((HALF, "learner.algorithm.turns=calibrated")),
     "evidence-preserve": Arm((HALF, "learner.algorithm.preserve={coefficient: 0.2, answer_weight: searches}")),
     "evidence-warm": Arm((HALF,), warm=("sft.max_steps=144", "sft.epochs=2")),
@@ -98,12 +102,15 @@ ARMS: Mapping[str, Arm] = {
     "evidence-group16": Arm((HALF, "run.group_size=16", "run.groups_per_step=2")),
     "evidence-kl": Arm((HALF, "learner.algorithm.kl={coefficient: 0.02, type: k2}")),
     "evidence-lr1": Arm((HALF, "learner.optim.lr=1.0e-5")),
-    "evidence-lr10": Arm((HALF, "learner.optim.lr=1.0e-4")),
+    "evidence-lr10": Arm((HALF, TRIPLE)),
+    "turns-lr10": Arm((*BY_TURN, TRIPLE)),
+    "parts-lr10": Arm((HALF, "learner.algorithm.parts={f1: 1, retrieval_hit: 0.5, format: 0.1}", TRIPLE)),
+    "turns-lr10-half-warm": Arm((*BY_TURN, TRIPLE), warm=("sft.max_steps=36",)),
     "evidence-hops": Arm((HALF,), by_hops=True),
     "evidence-answered": Arm((HALF,), answered=(0.05, 0.8)),
     "evidence-4turns": Arm((HALF, "rollout.episode.max_turns=4", "rollout.episode.max_context=1280")),
 }
-"""The first is the demo's recipe so far; the others change the evidence reward's by one thing each."""
+"""The first is the demo's recipe before; most others change the evidence reward's by one thing each."""
 SAMPLED, SAMPLES = 300, 4
 """Training questions, and samples of each, from which `answered` chooses."""
 
