@@ -329,5 +329,5 @@ def _cell(column: str, value: Mapping[str, float] | None) -> str:
 def write(directory: Path, result: Mapping[str, Any]) -> Path:
     """Write `result.json` and return its path."""
     path = directory / "result.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(result) + "\n")
     return path

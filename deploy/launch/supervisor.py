@@ -186,8 +186,9 @@ class Supervisor:
         for child in late:
             child.kill()
             child.wait(10.0)
-            waited = f"has not computed for {limit:g} s" if not self._hurried else "did not stop at once"
-            self._say(f"{child.spec.name} {waited} and was killed")
+            idle = " of its last computing" if child.spec.kind == "learner" else ""
+            within = "at once" if self._hurried else f"within {limit:g} s{idle}"
+            self._say(f"{child.spec.name} did not stop {within} and was killed")
         return [child.spec.name for child in late]
 
     def _look(self, name: str) -> bool:
