@@ -51,9 +51,12 @@ async def test_a_stream_interval_makes_chunks_of_many_tokens_after_a_first_one_o
 
 
 async def test_a_stream_interval_loses_no_token_of_an_aborted_request(client: Client) -> None:
-    run = await client.begin(tokens=900, at_least=20, stream_interval=16)
-    await client.ok("/abort_request", {"rid": run.rid})
-    answer = await run.answer()
+    for _ in range(5):  # where the test does not get the CPU in time, the last token comes before the abort
+        run = await client.begin(tokens=900, at_least=20, stream_interval=16)
+        await client.ok("/abort_request", {"rid": run.rid})
+        answer = await run.answer()
+        if answer["meta_info"]["finish_reason"]["type"] == "abort":
+            break
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(answer["output_ids"]) >= max(len(c["output_ids"]) for c in run.chunks[:-1]) >= 17
     close(reported(answer), client.server.logprobs(client.server.first, PROMPT + answer["output_ids"], len(PROMPT)))
