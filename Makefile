@@ -16,6 +16,9 @@ PEERS_NODE := openai@6.49.0 ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 # Ray, whose packages need other versions.
 OPS_VENV := .venv-ops
 OPS_STAMP := $(OPS_VENV)/.installed
+# TRL, which the learner is measured against.
+TRL_VENV := .venv-trl
+TRL_STAMP := $(TRL_VENV)/.installed
 # Playwright, which only `make test-ui` needs.
 UI_STAMP := $(VENV)/.ui-installed
 # The two environments of a machine with NVIDIA GPUs.
@@ -144,10 +147,17 @@ reliability: setup
 families: setup
 	$(BIN)/python tests/families/report.py $(ARGS)
 
-# Make missing and stale figures one by one, at most 15 minutes each, and generate docs/benchmarks.md from them.
+# Make missing and stale figures one by one, each within its limit, and generate docs/benchmarks.md from them.
 # ARGS="engine demo-0" selects figures, ARGS=--force makes all of them.
-figures: setup
-	$(BIN)/python -m benchmarks.figures $(ARGS)
+figures: setup $(TRL_STAMP)
+	FORAY_TRL_PYTHON="$(CURDIR)/$(TRL_VENV)/bin/python" $(BIN)/python -m benchmarks.figures $(ARGS)
+
+# The learner's torch and transformers, so that both run the same kernels.
+$(TRL_STAMP): requirements/cpu.txt
+	@test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --upgrade "pip>=24"
+	$(TRL_VENV)/bin/python -m pip install --quiet -c requirements/cpu.txt torch transformers trl==1.16.0
+	@touch $@
 
 # Check a machine with one NVIDIA GPU, in ten stages of minutes; a second call continues. ARGS="engine contract" selects
 # stages. FORAY_GPU_CHECK=cpu tries them without a GPU. NET=no: with the machine's own torch and .cache/gpu-carry.
@@ -262,4 +272,4 @@ $(LOCK_STAMP): requirements/lock-tools.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(OPS_VENV) $(LOCK_VENV) $(GPU_VENV) $(ENGINE_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis site
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(OPS_VENV) $(TRL_VENV) $(LOCK_VENV) $(GPU_VENV) $(ENGINE_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis site

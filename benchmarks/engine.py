@@ -236,8 +236,8 @@ class EngineBench(BenchSettings):
     """Number of rounds, of which the median counts, after one warm-up round."""
     threads: int = Field(default=1, ge=1)
     """torch threads, in the engine and in the baseline."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of the weights, in the engine and in the baseline."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """dtype of the weights, in the engine and in the baseline; auto: what this machine is faster in."""
     seed: int = 0
     """Random seed of the prompts."""
     url: str = ""
@@ -245,12 +245,16 @@ class EngineBench(BenchSettings):
 
     def measure(self, say: Say) -> BenchResult:
         """Start the engine and the baseline, run their rounds in turn, and stop them."""
+        from deploy.hardware.speed import cpu_speed
+
+        speed = cpu_speed() if self.dtype == "auto" else None
+        dtype = speed.best if speed else self.dtype
         with tempfile.TemporaryDirectory(prefix="foray-bench-") as name:
             directory = Path(name)
             model = self.model or random_model(directory / "model", self.shape)
             with (
-                cpu_engine(directory, model, self.threads, self.dtype, say) as engine,
-                Baseline(directory, model, self.threads, self.dtype) as baseline,
+                cpu_engine(directory, model, self.threads, dtype, say) as engine,
+                Baseline(directory, model, self.threads, dtype) as baseline,
             ):
                 rows = asyncio.run(rounds_of(self, engine, baseline, say))
         figures = {kind: _figures([row[kind] for row in rows]) for kind in rows[0]}
@@ -263,6 +267,7 @@ class EngineBench(BenchSettings):
             ratio=ours["tokens_per_s"] / baseline_figures["tokens_per_s"],
             details={
                 **figures,
+                "dtype": dtype,
                 "ratio_whole": figures["whole"]["tokens_per_s"] / baseline_figures["tokens_per_s"],
                 "cpu_ratio": baseline_figures["cpu_ms_per_token"] / ours["cpu_ms_per_token"],
             },

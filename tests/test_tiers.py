@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import conftest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -46,7 +48,19 @@ def test_each_target_runs_its_tier(target: str, expected: list[str | None]) -> N
     assert selections(target) == expected
 
 
+def test_a_slow_test_is_not_started_after_the_end_and_named(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(conftest.END, "1e9")
+    conftest.pytest_runtest_setup(request.node)
+    request.node.add_marker(pytest.mark.slow)
+    with pytest.raises(pytest.skip.Exception, match=r"::test_a_slow_test.* not run: FORAY_TESTS_END"):
+        conftest.pytest_runtest_setup(request.node)
+    monkeypatch.setenv(conftest.END, "1e11")
+    conftest.pytest_runtest_setup(request.node)
+
+
 def test_continuous_integration_leaves_no_tier_out() -> None:
     lines = [shlex.split(line) for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
-    tiers = ("test", "test-slow", "test-ui", "test-sglang")
+    tiers = ("test", "test-ui", "test-sglang", "test-slow")
     assert lines == [["make", tier, "||", "failed=1"] for tier in tiers]

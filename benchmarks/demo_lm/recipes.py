@@ -7,8 +7,9 @@
 An arm is a change of benchmarks/demo_lm/run.yaml as it was before (`BEFORE`), from the warm start of its seed. Its
 policy is evaluated on the demo's validation questions, which neither the warm start nor GRPO saw; never on `held_out`
 or `dev`, which judge the recipe that is chosen. Each arm writes docs/figures/recipes/NAME.json and is not repeated
-while that file exists: commit each, and start the command again after an interruption. The page also has the demos
-with the chosen recipe: docs/figures/recipes/seeds/N.json, each the result.json of one.
+while that file exists: commit each, and start the command again after an interruption. With more `--steps`, an arm goes
+on from where it ended and writes another file. The page also has the demos with the chosen recipe
+(docs/figures/recipes/seeds/N.json, each the result.json of one) and what limits them (bound/N.json: bound.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from string import Template
 from typing import Any
 
 from benchmarks.base import Say, machine_facts
+from benchmarks.demo_lm import bound
 from benchmarks.demo_lm.command import CONFIG_COPY, EVALUATED, find_data, prepare
 from benchmarks.demo_lm.command import phases as demo_phases
 from benchmarks.demo_lm.phases import Phase, read_phases, run_phases
@@ -53,6 +55,8 @@ SEEDS = FOLDER / "seeds"
 TEMPLATE, PAGE = FOLDER / "page.template", ROOT / "docs" / "recipes.md"
 RUNS = Path("runs/recipes")
 STEPS = 20
+GAIN_TARGET = 0.05
+"""Of F1, by GRPO with the chosen recipe."""
 FORMAT, EM = "{type: format, score: 0.1, structure: 0.1, final: 0.0}", "{type: em, weight: 0}"
 F1, HALF_F1 = "{type: f1}", "{type: f1, weight: 0.5}"
 EVIDENCE = "{type: retrieval_hit, by: passage, share: true, weight: 0.5}"
@@ -71,20 +75,30 @@ HALF = rewards(HALF_F1, EVIDENCE)
 
 BY_TURN = (rewards(F1, "{type: turn_retrieval, by: passage, weight: 0.5}"), "learner.algorithm.turns=turn")
 """A search is rewarded for the passages that it finds and for what follows, an answer for its F1 alone."""
-TRIPLE = "learner.optim.lr=1.0e-4"
+F1_GROUPS = "learner.filter={metric: f1}"
+"""Train only groups in which F1 differs: about half. The engine, which waits for the learner, makes more of them."""
+TRIPLE, SIX = "learner.optim.lr=1.0e-4", "learner.optim.lr=2.0e-4"
+WARM: Mapping[str, tuple[str, ...]] = {
+    "": (),
+    "half": ("sft.max_steps=36",),
+    "quarter": ("sft.max_steps=18",),
+    "double": ("sft.max_steps=144", "sft.epochs=2"),
+    "obs": ("rollout.episode.max_obs_tokens=256", "rollout.episode.max_context=1280"),
+}
+"""Name of a warm start -> the settings that differ in it; arms with the same one share it."""
 
 
 @dataclass(frozen=True)
 class Arm:
     """Settings that differ.
 
-    warm      settings of another warm start
+    warm      another warm start: a name in WARM
     by_hops   batches with equally many questions of each number of hops
     answered  train only questions that the warm start answers sometimes: mean F1 of samples within these bounds
     """
 
     overrides: tuple[str, ...]
-    warm: tuple[str, ...] = ()
+    warm: str = ""
     by_hops: bool = False
     answered: tuple[float, float] | None = None
 
@@ -96,8 +110,8 @@ ARMS: Mapping[str, Arm] = {
     "evidence-turns": Arm(BY_TURN),
     "evidence-calibrated": Arm((HALF, "learner.algorithm.turns=calibrated")),
     "evidence-preserve": Arm((HALF, "learner.algorithm.preserve={coefficient: 0.2, answer_weight: searches}")),
-    "evidence-warm": Arm((HALF,), warm=("sft.max_steps=144", "sft.epochs=2")),
-    "evidence-obs": Arm((HALF,), warm=("rollout.episode.max_obs_tokens=256", "rollout.episode.max_context=1280")),
+    "evidence-warm": Arm((HALF,), warm="double"),
+    "evidence-obs": Arm((HALF,), warm="obs"),
     "evidence-t07": Arm((HALF, "run.temperature=0.7")),
     "evidence-group16": Arm((HALF, "run.group_size=16", "run.groups_per_step=2")),
     "evidence-kl": Arm((HALF, "learner.algorithm.kl={coefficient: 0.02, type: k2}")),
@@ -105,7 +119,10 @@ ARMS: Mapping[str, Arm] = {
     "evidence-lr10": Arm((HALF, TRIPLE)),
     "turns-lr10": Arm((*BY_TURN, TRIPLE)),
     "parts-lr10": Arm((HALF, "learner.algorithm.parts={f1: 1, retrieval_hit: 0.5, format: 0.1}", TRIPLE)),
-    "turns-lr10-half-warm": Arm((*BY_TURN, TRIPLE), warm=("sft.max_steps=36",)),
+    "turns-lr10-half-warm": Arm((*BY_TURN, TRIPLE), warm="half"),
+    "evidence-lr10-half-warm": Arm((HALF, TRIPLE), warm="half"),
+    "evidence-lr20-quarter-warm": Arm((HALF, SIX), warm="quarter"),
+    "f1-groups-lr20-quarter-warm": Arm((HALF, F1_GROUPS, SIX), warm="quarter"),
     "evidence-hops": Arm((HALF,), by_hops=True),
     "evidence-answered": Arm((HALF,), answered=(0.05, 0.8)),
     "evidence-4turns": Arm((HALF, "rollout.episode.max_turns=4", "rollout.episode.max_context=1280")),
@@ -118,9 +135,9 @@ SAMPLED, SAMPLES = 300, 4
 def play(name: str, args: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Run an arm, or go on with it, and return its result. Raises PhaseFailed or PhaseStopped."""
     arm = ARMS[name]
-    base = (RUNS / "-".join(["base", *([name] if arm.warm else []), str(args.seed)])).absolute()
+    base = (RUNS / "-".join(["base", *([arm.warm] if arm.warm else []), str(args.seed)])).absolute()
     given = {"model": args.model, "seed": args.seed, "engine": args.engine, "limit": None, "control": "none"}
-    demo = argparse.Namespace(**given, fresh=False, overrides=list(arm.warm))
+    demo = argparse.Namespace(**given, fresh=False, overrides=list(WARM[arm.warm]))
     facts = prepare(demo, base, find_data(args.data))
     before = [one for one in demo_phases(demo, base, facts["sizes"]) if one.name in ("model", "demonstrate", "sft")]
     run_phases([*before, _evaluation(base, "warm", base / "warm")], base, say)
@@ -130,17 +147,18 @@ def play(name: str, args: argparse.Namespace, say: Say) -> dict[str, Any]:
         *("run.id=" + f"recipe-{name}", override("run.dir", directory / "grpo"), f"run.steps={args.steps}"),
         *("learner.eval.suites=[]", *BEFORE, *arm.overrides, *questions),
     ]
-    grpo = Phase.foray("grpo", f"{name}: GRPO", "up", base / CONFIG_COPY, *changed)
-    run_phases([grpo, _evaluation(base, "grpo", directory / "grpo", directory)], directory, say)
+    done = f"grpo{_longer(args.steps)}"
+    grpo = Phase.foray(done, f"{name}: GRPO", "up", base / CONFIG_COPY, *changed)
+    run_phases([grpo, _evaluation(base, done, directory / "grpo", directory)], directory, say)
     steps = list(read_steps(directory / "grpo" / "metrics.jsonl").values())
     curves = {m: [round(s[m], 4) for s in steps if m in s] for m in ("reward_mean", "searches_mean", "entropy")}
     used = read_phases(directory)
-    policies = _policies(base, directory)
+    policies = _policies(base / "eval" / "warm", directory / "eval" / done)
     return {
         "name": name,
         "seed": args.seed,
         "steps": len(steps),
-        "overrides": [*arm.overrides, *arm.warm, *questions],
+        "overrides": [*arm.overrides, *WARM[arm.warm], *questions],
         "kinds": by_kind(policies, kinds_of(base, policies)),
         "curves": curves,
         "minutes": round(sum(one["seconds"] for one in used.values()) / 60, 1),
@@ -157,9 +175,12 @@ def _evaluation(base: Path, name: str, target: Path, directory: Path | None = No
     return Phase.foray(f"eval-{name}", f"evaluate {target.name} on validation questions", "eval", target, *words)
 
 
-def _policies(base: Path, directory: Path) -> list[PolicyResult]:
-    named = {"warm start": base / "eval" / "warm", "GRPO": directory / "eval" / "grpo"}
-    return [policy_result(name, read_episodes(where)) for name, where in named.items()]
+def _longer(steps: int) -> str:
+    return "" if steps == STEPS else f"-steps{steps}"
+
+
+def _policies(warm: Path, grpo: Path) -> list[PolicyResult]:
+    return [policy_result(name, read_episodes(where)) for name, where in {"warm start": warm, "GRPO": grpo}.items()]
 
 
 def _questions(arm: Arm, base: Path, directory: Path, say: Say) -> list[str]:
@@ -196,22 +217,56 @@ def pooled(results: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         raise UserError("there is no warm start and GRPO to compare", todo="finish the demos first: foray demo-lm")
     lines = rows_of_kinds(rows)
+    for row in [*differences(policies), over_all(policies)]:
+        lines.append(f"  {row['data_set']:9} {row['metric']:3} {row['from']} -> {row['to']}: {_change(row)}")
+    return lines
+
+
+def over_all(policies: Sequence[PolicyResult]) -> dict[str, Any]:
+    """Return the paired test of F1 over the questions of all data sets, warm start against GRPO."""
     named = {policy.name: policy for policy in policies}
     sets = sorted(named["GRPO"].values["f1"])
     both = [{name: named[policy].by_question("f1", name) for name in sets} for policy in ("warm start", "GRPO")]
     asked = {name: sorted(both[0][name].keys() & both[1][name].keys()) for name in sets}
     test = paired_test(*({name: [side[name][q] for q in asked[name]] for name in sets} for side in both))
-    over_all = {"data_set": "all", "metric": "f1", "from": "warm start", "to": "GRPO", **vars(test)}
-    for row in [*differences(policies), over_all]:
-        one_sided = row["p_value"] / 2 if row["difference"] > 0 else 1 - row["p_value"] / 2
-        change = f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}], one-sided p {one_sided:.4f}"
-        lines.append(f"  {row['data_set']:9} {row['metric']:3} {row['from']} -> {row['to']}: {change}")
-    return lines
+    return {"data_set": "all", "metric": "f1", "from": "warm start", "to": "GRPO", **vars(test)}
+
+
+def _change(row: Mapping[str, Any]) -> str:
+    return f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}], one-sided p {_one_sided(row):.4f}"
+
+
+def _one_sided(row: Mapping[str, Any]) -> float:
+    return float(row["p_value"] / 2 if row["difference"] > 0 else 1 - row["p_value"] / 2)
+
+
+def results_of_seeds() -> list[dict[str, Any]]:
+    """Return the results of the demos with the chosen recipe, in the order of their seeds."""
+    return [json.loads(path.read_text()) for path in sorted(SEEDS.glob("*.json"))]
+
+
+def headline() -> dict[str, str]:
+    """Return the demos with the chosen recipe as one row: result, baseline, target, measured."""
+    if not (results := results_of_seeds()):
+        return dict.fromkeys(("result", "baseline", "target", "measured"), "not measured")
+    policies, _ = of_questions(results)
+    row = over_all(policies)
+    f1 = {
+        policy.name: " and ".join(f"{policy.mean('f1', name).mean:.3f} on `{name}`" for name in EVALUATED)
+        for policy in policies
+    }
+    met = row["difference"] >= GAIN_TARGET and _one_sided(row) < 0.05
+    return {
+        "result": f"F1 {f1['GRPO']}; on both {_change(row)}",
+        "baseline": f"the warm start's {f1['warm start']}",
+        "target": f"at least {GAIN_TARGET:+g} on both, one-sided p below 0.05: **{'met' if met else 'missed'}**",
+        "measured": f"seed {', '.join(str(result['seed']) for result in results)}",
+    }
 
 
 def seeds() -> str:
     """Return the demos with the chosen recipe as a part of the page: a row for each, and all as one."""
-    if not (results := [json.loads(path.read_text()) for path in sorted(SEEDS.glob("*.json"))]):
+    if not (results := results_of_seeds()):
         return "Not run yet."
     header = ("seed", "questions", "policy", "F1", "searches", "evidence", "hours")
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
@@ -233,15 +288,15 @@ def seeds() -> str:
 def rows_of_arms(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a table, one row for each arm, the best first."""
     lines = [
-        "| arm | seed | F1 | change | searches | change | reward, last 5 steps | minutes |",
-        "|---|---|---|---|---|---|---|---|",
+        "| arm | seed | steps | F1 | change | searches | change | reward, last 5 steps | minutes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
 
     def of(result: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
         return next(row for row in result["kinds"] if (row["kind"], row["metric"]) == ("all", metric))
 
     for result in sorted(results, key=lambda result: -of(result, "f1")["difference"]):
-        cells = [result["name"], str(result["seed"])]
+        cells = [result["name"], str(result["seed"]), str(result["steps"])]
         for metric in ("f1", "searches"):
             row = of(result, metric)
             cells += [f"{row['before']:.3f} -> {row['after']:.3f}"]
@@ -255,10 +310,14 @@ def rows_of_arms(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def write_table() -> None:
     """Write docs/recipes.md from the results that there are."""
     results = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
-    arms = [f"* `{name}`: `{' '.join(arm.overrides) or 'run.yaml as it was'}`" for name, arm in ARMS.items()]
+    arms = [
+        f"* `{name}`: `{' '.join((*arm.overrides, *WARM[arm.warm])) or 'run.yaml as it was'}`"
+        for name, arm in ARMS.items()
+    ]
     filled = {"arms": "\n".join(arms), "table": "\n".join(rows_of_arms(results)) if results else "Not run yet."}
     filled |= {
         "seeds": seeds(),
+        "bound": bound.table([json.loads(path.read_text()) for path in sorted((FOLDER / "bound").glob("*.json"))]),
         "cost": f"{len(results)} runs, {sum(r['cpu_minutes'] for r in results) / 60:.1f} CPU hours",
     }
     atomic_write(PAGE, Template(TEMPLATE.read_text()).substitute(filled).encode(), durable=False)
@@ -288,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(pooled([json.loads(path.read_text()) for path in args.results])))
     else:
         for name in args.arm:
-            path = FOLDER / f"{name}-seed{args.seed}.json"
+            path = FOLDER / f"{name}-seed{args.seed}{_longer(args.steps)}.json"
             if not path.exists():
                 result = play(name, args, say)
                 FOLDER.mkdir(parents=True, exist_ok=True)

@@ -42,9 +42,6 @@ PAIRED = ("em", "f1", "searches", "evidence")
 DIFFERENCES = (("warm start", "GRPO"), ("naive RAG", "GRPO"), (CONTROL, "GRPO"))
 EXAMPLES = 3
 Kinds = dict[str, dict[str, str]]
-GAIN = ("held_out", "f1")
-JUDGE = "dev"
-"""Data set that neither training nor validation saw."""
 
 
 @dataclass(frozen=True)
@@ -228,18 +225,8 @@ def summary(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of `result.json`."""
     policies, phases = read_policies(directory), read_phases(directory)
     kinds = kinds_of(directory, policies)
-    found = {policy.name: policy.mean("f1", JUDGE) for policy in policies}
-    trained, baseline = found.get("GRPO"), found.get("warm start")
-    compared = differences(policies)
-    gains = {row["from"]: row["difference"] for row in compared if (row["data_set"], row["metric"]) == GAIN}
     return {
         **facts,
-        "value": trained and round(trained.mean, 4),
-        "unit": f"F1 on {JUDGE} after GRPO",
-        "baseline": {"name": "the warm start", "f1": baseline and round(baseline.mean, 4)},
-        "ratio": round(trained.mean / baseline.mean, 3) if trained and baseline and baseline.mean else None,
-        "gain": gains.get("warm start"),
-        "ahead_of_control": gains.get(CONTROL),
         "hours": round(sum(used["seconds"] for used in phases.values()) / 3600, 2),
         "cpu_hours": round(sum(used["cpu_seconds"] for used in phases.values()) / 3600, 2),
         "phases": phases,
@@ -250,24 +237,12 @@ def summary(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
             }
             for policy in policies
         },
-        "differences": compared,
+        "differences": differences(policies),
         "kinds": by_kind(policies, kinds),
         "by_question": by_question(policies, kinds),
         "curve": curve(directory / "grpo"),
         "control_curve": curve(directory / "grpo-control"),
         "examples": examples(policies),
-    }
-
-
-def of_control(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the control adds to a result."""
-    return {
-        **result,
-        "policies": {name: result["policies"][name] for name in ("GRPO", CONTROL)},
-        "differences": [row for row in result["differences"] if row["from"] == CONTROL],
-        "kinds": [],
-        "by_question": {},
-        "examples": [],
     }
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import rounded
-from benchmarks.demo_lm.command import VARIABLE
 from benchmarks.figures.page import PAGES, page, verdict
-from benchmarks.figures.table import FOLDER, MODEL, NEEDS_DATA, NEEDS_GPU, RUNS, Figure, figures, read, stale
+from benchmarks.figures.table import FOLDER, MODEL, NEEDS_BFLOAT16, NEEDS_GPU, RUNS, Figure, figures, read, stale
 from benchmarks.report import ROOT, Circumstances, judged
 from deploy.hardware.gpus import without_cuda
+from deploy.hardware.speed import cpu_speed
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.lifecycle import terminating
@@ -88,8 +88,8 @@ def make_all(names: Sequence[str], *, force: bool) -> list[str]:
         if name in NEEDS_GPU and (why := without_cuda()):
             print(f"{name}: skipped, {why}", flush=True)
             continue
-        if name in NEEDS_DATA and not os.environ.get(VARIABLE):
-            print(f"{name}: skipped, {VARIABLE} names no questions", flush=True)
+        if name in NEEDS_BFLOAT16 and (speed := cpu_speed()) and speed.best != "bfloat16":
+            print(f"{name}: skipped, {speed}", flush=True)
             continue
         kept = read(figure)
         if kept is not None and not stale(figure, kept) and not force:

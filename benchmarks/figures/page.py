@@ -3,7 +3,7 @@ except for reading them.
 
 A line `{{NAME}}` in a template becomes the figure of that name: how and when it was made, its ratio to the baseline,
 targets, and its tables. `{{summary}}`, `{{demo}}` and `{{compare}}` are tables of many figures. `{{NAME.FIELD}}`
-becomes one number of a figure, or its range over seeds.
+becomes one number of a figure, or its range over seeds; `{{recipe.FIELD}}` a cell about the demos of docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
-from benchmarks.demo_lm.results import CONTROL, GAIN, JUDGE, of_control, results_text
-from benchmarks.figures.table import FOLDER, NEEDS_DATA, figures, read
+from benchmarks.demo_lm import recipes
+from benchmarks.figures.table import FOLDER, figures, read
 from benchmarks.figures.table import stale as is_stale
 from benchmarks.report import ROOT
 
@@ -88,6 +87,8 @@ class _Page:
 
     def field(self, name: str, field: str) -> str:
         """Return one number of a figure or its range over seeds, what became of its targets, or when it was made."""
+        if name == "recipe":
+            return recipes.headline()[field]
         kept = self.kept.get(name)
         if kept is None:
             seeds = [one[field] for seed, one in self.measured_of(name).items() if not seed.endswith("control")]
@@ -96,7 +97,7 @@ class _Page:
             return measured(kept)
         if field == "target":
             return "; ".join(f"at least {shown(t['at_least'])}: {MET[t['met']]}" for t in kept["targets"])
-        return shown(kept[field])
+        return shown(kept[field]) if field in kept else MET[None]
 
     def summary(self) -> str:
         """Return a row per benchmark: figure, ratio, targets, and date."""
@@ -107,24 +108,10 @@ class _Page:
             if kept is None:
                 rows.append([name, "not measured yet", "", "", ""])
                 continue
-            if name in NEEDS_DATA:
-                rows += self.language_model(name, kept)
-                continue
             value = f"{shown(kept['value'])} {kept['unit']}"
             against = f"{shown(kept['ratio'])} x {kept['baseline']['name']}"
             rows.append([name, value, against, "; ".join(map(verdict, kept["targets"])), measured(kept)])
         return grid(["", "figure", "against its baseline", "target", "measured"], rows)
-
-    def language_model(self, name: str, kept: Kept) -> list[list[str]]:
-        """Return a row for the questions of the target, and for the demo one for those that nothing has seen."""
-        trained, rows = (CONTROL if name == "lm-control" else "GRPO"), []
-        for data_set in (GAIN[0],) if name == "lm-control" else (GAIN[0], JUDGE):
-            after, before = (kept["policies"][policy][data_set]["f1"]["mean"] for policy in (trained, "warm start"))
-            against = f"{after - before:+.3f} against the warm start's {shown(before)}"
-            targets = kept["targets"] if data_set == GAIN[0] else ()
-            value = f"{shown(after)} F1 on {data_set} after {trained}"
-            rows.append([name, value, against, "; ".join(map(verdict, targets)), measured(kept)])
-        return rows
 
     def block(self, name: str) -> str:
         """Return the section about one benchmark's figure."""
@@ -140,11 +127,7 @@ class _Page:
         lines += [f"**{shown(kept['value'])} {kept['unit']}**, {ratio}"]
         lines += [*(f"Target: {verdict(target)}." for target in kept["targets"]), ""]
         lines += [f"Left out: {which}, {why}." for which, why in (kept.get("absent") or {}).items()]
-        if name in NEEDS_DATA:
-            details = [indent(results_text(kept if name == "lm" else of_control(kept)), "    ")]
-        else:
-            details = tables(kept)
-        return "\n".join([*lines, *details]).rstrip()
+        return "\n".join([*lines, *tables(kept)]).rstrip()
 
     def many(self, start: str, columns: Sequence[str]) -> str:
         """Return a row for each measured figure whose name is `start` and one more part."""

@@ -35,7 +35,8 @@ _KINDS = {
 }
 _PASSAGES = (
     re.compile(
-        r"Doc \d+\s*\((?:Id: \S+ )?Title: (?P<title>.*?)\)\s(?P<text>.*?)(?=Doc \d+\s*\((?:Id|Title): |\Z)", re.DOTALL
+        r"Doc \d+\s*\((?:Id: \S+ )?Title: (?P<title>.*?)\)\s(?P<text>.*?)(?=Doc \d+\s*\((?:(?:Id|Title): |\w*:?\Z)|\Z)",
+        re.DOTALL,
     ),
     re.compile(r"\( (?P<title>[^()\n]{1,200}?) \) (?P<text>.*?)(?=\( [^()\n]{1,200}? \) |\Z)", re.DOTALL),
 )
@@ -255,13 +256,16 @@ def to_json(shown: Shown, tokens: Decoder) -> dict[str, Any]:
 
 
 def _passages(text: str, ids: Sequence[str]) -> dict[str, Any]:
-    """Return the passages with their titles and ids if the text has a known format, else the text."""
+    """Return the passages with their titles and ids if the text has a known format, else the text.
+
+    Text that was cut to `max_obs_tokens` may have fewer titles than ids: the last ones are not shown.
+    """
     for form in _PASSAGES:
         found = [(unquoted(match["title"].strip()), match["text"].strip()) for match in form.finditer(text)]
-        if found and len(found) == len(ids) and form.match(text.lstrip()):
+        if found and len(found) <= len(ids) and form.match(text.lstrip()):
             return {
                 "text": "",
-                "passages": [{"id": i, "title": t, "text": body} for i, (t, body) in zip(ids, found, strict=True)],
+                "passages": [{"id": i, "title": t, "text": body} for i, (t, body) in zip(ids, found, strict=False)],
             }
     return {"text": text, "passages": []}
 

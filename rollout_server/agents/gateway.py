@@ -194,7 +194,7 @@ async def _answer(request: web.Request, dialect: Dialect, ask: Ask, items: Items
             response = response or await _begin(request)
             events = [dialect.failed(turn)] if isinstance(turn, CallRefused) else dialect.events(ask, turn, items)
             await sse.write(request, response, "".join(events).encode(), WRITE_S)
-            await response.write_eof()
+            await sse.end(response)
         reply.sent = True
         return response
     finally:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from pydantic import ValidationError
 
+from protocol.runtime.http import sse
 from protocol.runtime.http.auth import Access, Role
 from protocol.runtime.http.server import SERVER_OPTIONS, auth_middleware
 from protocol.runtime.redis.errors import RedisUnavailable
@@ -194,18 +195,14 @@ async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequ
     every ALIVE_S tells the client that episodes run, however long one takes.
     """
     summary = EpisodesSummary()
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-
+    response = web.StreamResponse(headers=sse.HEADERS)
     one = asyncio.Lock()
 
     async def send(event: str) -> None:
-        try:
-            async with one, loop_timeout(READ_S):
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(event.encode())
-        except TimeoutError:
-            raise ConnectionResetError(f"the client has read nothing for {READ_S:g} s") from None
+        async with one:
+            if not response.prepared:
+                await response.prepare(request)
+            await sse.write(request, response, event.encode(), READ_S)
 
     async def keep_alive() -> None:
         while True:
@@ -225,5 +222,5 @@ async def _stream(request: web.Request, episodes: Episodes, wanted: EpisodesRequ
         await send(f"event: error\ndata: {json.dumps({'error': str(error)})}\n\n")
     finally:
         alive.cancel()
-    await response.write_eof()
+    await sse.end(response)
     return response

@@ -140,7 +140,7 @@ class LiveFeed:
                 sent_at = time.monotonic()
             await asyncio.sleep(POLL_S)
         await _send(request, response, _event("end", _result(one)))
-        await response.write_eof()
+        await sse.end(response)
 
 
 class _View:

@@ -202,7 +202,7 @@ class ChatApp:
                 raise
             self._stats.counts["chat_refused"] += 1
             await send(chat_completions.failed(error))
-        await response.write_eof()
+        await sse.end(response)
         return response
 
     def _event(self, ask: Ask, head: Turn, event: Event) -> str:

@@ -31,9 +31,13 @@ def test_notebooks_are_small_and_name_no_machine() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
-    lines = ["import matplotlib", "matplotlib.use('Agg')", *code_of(path)]
-    (tmp_path / "cells.py").write_text("\n".join(lines))
+def test_a_notebook_runs(path: Path, warm_model: Path, tmp_path: Path) -> None:
+    """The demo from the warm start of all tests and for fewer steps: tests/e2e/test_demo.py tests what it learns."""
+    code = "\n".join(["import matplotlib", "matplotlib.use('Agg')", *code_of(path)])
+    if path.stem == "demo":
+        assert '"run.steps=40"' in code
+        code = code.replace('"run.steps=40"', f'"--model", {str(warm_model)!r}, "run.steps=4"')
+    (tmp_path / "cells.py").write_text(code)
     done = subprocess.run(
         [sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=1500, check=False
     )

@@ -26,7 +26,7 @@ from tests.support.sft_model import tiny_chat_model
 @pytest.mark.parametrize("name", ARMS)
 def test_the_settings_of_an_arm_are_valid(name: str, tmp_path: Path) -> None:
     arm = ARMS[name]
-    args = argparse.Namespace(engine="cpu", seed=0, overrides=[*arm.warm, *arm.overrides])
+    args = argparse.Namespace(engine="cpu", seed=0, overrides=[*recipes.WARM[arm.warm], *arm.overrides])
     sizes = {"steps": 20, "updates": 72, "limit": 200, "dtype": "float32"}
     config = from_tree(config_tree(args, tmp_path, {kind: tmp_path / name for kind, name in FILES.items()}, sizes))
     rewards = {reward.type: reward.weight for reward in config.rollout.episode.rewards}
@@ -120,6 +120,11 @@ def test_several_seeds_are_one_comparison_over_the_means_of_each_question(
     monkeypatch.setattr(recipes, "EVALUATED", ("dev",))
     shown = recipes.seeds()
     assert "| 1 | dev | GRPO | 0.500 (0.50 to 0.50) | 2.00 |  | 0.0 |" in shown and "0.000 -> 0.750" in shown
+    row_of_page = recipes.headline()
+    assert row_of_page["result"].startswith("F1 0.750 on `dev`; on both +0.750 [")
+    assert row_of_page["target"].endswith("**met**") and row_of_page["measured"] == "seed 0, 1"
+    monkeypatch.setattr(recipes, "SEEDS", tmp_path / "none")
+    assert recipes.headline()["result"] == "not measured"
     with pytest.raises(UserError, match="no warm start"):
         recipes.pooled([results.summary(tmp_path / "none", {})])
 
@@ -134,9 +139,10 @@ def test_the_page_is_what_the_results_and_the_template_make(tmp_path: Path, monk
          "low": 0.0, "high": 0.2, "p_value": 0.1}
         for m in ("f1", "searches")
     ]  # fmt: skip
-    result = {"name": "evidence", "seed": 0, "kinds": kinds, "curves": {"reward_mean": [0.1, 0.2]}, "minutes": 20.2}
+    result: dict[str, Any] = {"name": "evidence", "seed": 0, "steps": 2, "kinds": kinds, "minutes": 20.2}
+    result["curves"] = {"reward_mean": [0.1, 0.2]}
     change = "0.200 -> 0.300 | +0.100 (+0.000 to +0.200)"
-    assert recipes.rows_of_arms([result])[-1] == f"| evidence | 0 | {change} | {change} | 0.150 | 20 |"
+    assert recipes.rows_of_arms([result])[-1] == f"| evidence | 0 | 2 | {change} | {change} | 0.150 | 20 |"
 
 
 @pytest.mark.slow
@@ -144,14 +150,24 @@ def test_the_page_is_what_the_results_and_the_template_make(tmp_path: Path, monk
 def test_an_arm_is_run_from_its_warm_start_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, folder in {"RUNS": tmp_path / "runs", "FOLDER": tmp_path / "results"}.items():
         monkeypatch.setattr(recipes, name, folder)
-    monkeypatch.setattr(recipes, "ARMS", {"evidence": Arm((recipes.HALF,), warm=SMALL, by_hops=True)})
+    monkeypatch.setattr(recipes, "ARMS", {"evidence": Arm((recipes.HALF,), warm="small", by_hops=True)})
+    monkeypatch.setattr(recipes, "WARM", {"small": SMALL})
     data = multi_hop(tmp_path / "data")
     model = tiny_chat_model(tmp_path / "model")
-    words = ["arms", "--data", str(data), "--model", str(model), "--steps", "2", "--arm", "evidence"]
-    assert recipes.main(words) == 0
+    monkeypatch.setattr(recipes, "STEPS", 2)
+
+    def played(steps: int) -> None:
+        words = ["arms", "--data", str(data), "--model", str(model), "--steps", str(steps), "--arm", "evidence"]
+        assert recipes.main(words) == 0
+
+    played(2)
     result = json.loads((tmp_path / "results" / "evidence-seed0.json").read_text())
     assert result["steps"] == 2 and len(result["curves"]["reward_mean"]) == 2
     assert {row["kind"] for row in result["kinds"]} == {"all", "musique 2", "musique 3"}
     assert {row["n"] for row in result["kinds"] if row["kind"] == "all"} == {6}
+    played(3)
+    longer = json.loads((tmp_path / "results" / "evidence-seed0-steps3.json").read_text())
+    assert longer["steps"] == 3
+    assert longer["curves"]["reward_mean"][:2] == result["curves"]["reward_mean"], "it goes on where it ended"
     monkeypatch.setattr(recipes, "play", None)
-    assert recipes.main(words) == 0, "it has a result"
+    played(2)  # it has a result

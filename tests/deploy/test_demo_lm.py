@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.demo_lm import command, results
+from benchmarks.demo_lm import bound, command, results
 from benchmarks.demo_lm.command import FILES, LARGER, VARIABLE, find_data, prepare
 from benchmarks.demo_lm.phases import Phase, PhaseFailed, read_phases, run_phases
 from deploy.hardware.speed import cores_at_once
@@ -214,6 +214,14 @@ def test_all_phases_on_avx2_with_a_tiny_model_a_kill_and_the_control(
     assert list(found["policies"])[-1] == "GRPO, rewards shuffled" and len(found["control_curve"]) == 2
     assert found["phases"]["grpo"]["starts"] == 1
     assert {(row["from"], row["to"]) for row in found["differences"]} == set(results.DIFFERENCES)
+    assert bound.main([str(run)]) == 0
+    limits = json.loads((run / "bound.json").read_text())
+    asked = [(row["policy"], row["retriever"], row["data_set"], row["n"]) for row in limits["rows"]]
+    assert asked == [(p, r, s, 2) for p in bound.POLICIES for r in bound.RETRIEVERS for s in ("held_out", "dev")]
+    corpus = (run / "bound" / "corpus.jsonl").read_text().splitlines()
+    supporting = {name for q in parts[1] for name in q.supporting} | {f"p{n}" for n in range(10)}
+    assert {json.loads(line)["id"] for line in corpus} == supporting, "of held_out and dev"
+    assert f"| {result['seed']} | GRPO | finds, uncut | dev | " in bound.table([limits])
 
 
 def row(question: str, em: float, *turns: str, method: str = "policy", **more: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from benchmarks.pages.hardware import CHECKED
 from benchmarks.report import ROOT, digest, judged
 from deploy.hardware.gpus import without_cuda
 from protocol.errors import ForayError
+from protocol.runtime.number_format import CpuSpeed
 from tests.gpu.check import TESTS
 from tests.support.waiting import wait_until
 
@@ -143,6 +144,8 @@ def test_the_page_shows_each_target_as_met_or_missed(tmp_path: Path) -> None:
         kept = report(engine, ratio=ratio, targets=[judged(t, {"ratio": ratio}) for t in engine.targets])
         (tmp_path / engine.path.name).write_text(json.dumps(kept))
         assert f"at least 3: {word}" in page(template, tmp_path)
+    template.write_text("# T\n{{engine.ratio}} and {{engine.ratio_trl}}\n")
+    assert "\n3 and not measured\n" in page(template, tmp_path), "a baseline that this machine did not have"
     template.write_text("# T\n{{engine}}\n")
     with pytest.raises(ValueError, match="no place for agents, async"):
         page(template, tmp_path)
@@ -291,6 +294,14 @@ def test_only_what_is_missing_or_stale_is_made_and_a_failure_stops_nothing(
 def test_the_figures_of_a_gpu_are_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures_run.main(["--gpu"]) == 2
     assert "no GPU for the figures retriever_gpu, transfer, learner-gpu, demo-gpu" in capsys.readouterr().err
+
+
+def test_a_figure_in_bfloat16_is_skipped_where_that_is_slower(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures_run, "cpu_speed", lambda: CpuSpeed("AVX2", native=False, float32=40.0, bfloat16=1.0))
+    assert figures_run.make_all(["small_lm"], force=True) == []
+    assert "small_lm: skipped, AVX2" in capsys.readouterr().out
 
 
 def test_gpu_check_runs_tests_that_exist() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from foray.commands.watch import replay as command
+from foray.watch import transcript
 from foray.watch.transcript import Shown, choose, render, to_json, visible
 from learner.checkpoint import journal
 from learner.checkpoint.journal import GroupJournal, JournalEntry, read_journal
@@ -198,3 +199,10 @@ def test_steps_that_a_crash_rolled_back_are_left_out(run_dir: Path, capsys: pyte
     args = argparse.Namespace(run_dir=run_dir, show=9, seq=None, all=False, model=None, json=True)
     assert command.run(args) == 0
     assert [item["seq"] for item in json.loads(capsys.readouterr().out)] == [9]
+
+
+@pytest.mark.parametrize("rest", ["", "\nDoc 2(", "\nDoc 2(Title:", '\nDoc 2(Title: "Emily'])
+def test_passages_that_are_cut_keep_the_titles_before_the_cut(rest: str) -> None:
+    found = transcript._passages('Doc 1(Title: "Jane") Jane wrote it.' + rest, ("p1", "p2"))
+    assert found["passages"] == [{"id": "p1", "title": "Jane", "text": "Jane wrote it."}]
+    assert not transcript._passages("Doc 1(Title: a) b\nDoc 2(Title: c) d", ("p1",))["passages"], "more than it found"

@@ -72,18 +72,24 @@ def asked(run_dir: Path, tmp_path: Path, *more: str) -> subprocess.CompletedProc
 def asked_and_watched(
     run_dir: Path, tmp_path: Path, *more: str
 ) -> tuple[subprocess.CompletedProcess[str], list[RunSnapshot], list[str]]:
-    """Evaluate, and return snapshots of the run taken during the evaluation, and the machinery's problems in them."""
+    """Evaluate, and return snapshots of the run taken during the evaluation, and the machinery's problems that two in
+    a row have. One alone may have caught the only engine between two loads: these steps take a tenth of a second, so it
+    may be max_lag of them behind before it sees the new version.
+    """
     seen: list[RunSnapshot] = []
     problems: list[str] = []
     ended = threading.Event()
 
     def watch() -> None:
+        before: set[str] = set()
         while not ended.wait(0.5):
             if (now := look(run_dir)).evaluations:
                 seen.append(now)
                 learning = learning_problems(now.history)  # an untrained model has them, and rightly
                 # at once: the age of what a snapshot shows counts from now
-                problems.extend(found.what for found in status.problems(now, max_lag=8) if found not in learning)
+                found = {problem.what for problem in status.problems(now, max_lag=8) if problem not in learning}
+                problems.extend(found & before)
+                before = found
 
     watching = threading.Thread(target=watch)
     watching.start()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import redis
+from aiohttp import web
 
 from protocol.codec import decode, encode
 from protocol.header import check_body, read_header
@@ -184,3 +185,16 @@ async def own_world() -> AsyncIterator[World]:
             world.sync.close()
         finally:
             process.kill()
+
+
+@pytest.fixture
+def leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that close their connection when they have the last event, before the response has ended."""
+    end = web.StreamResponse.write_eof
+
+    async def write_eof(self: web.StreamResponse, data: bytes = b"") -> None:
+        if self.content_type == "text/event-stream" and self._req is not None and self._req.transport is not None:
+            self._req.transport.close()
+        await end(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", write_eof)

@@ -207,7 +207,8 @@ async def test_all_turns_of_a_suspended_engine_fail_over_also_those_not_begun() 
     async with (
         FakeServer(twenty, version="1.6", pace_s=0.01) as a,
         FakeServer(twenty, version="1.6") as b,
-        routing(table, stall_s=0.3, timeout_s=60.0) as router,
+        # the others must be sent before the first one stalls: an engine that has begun none of its turns may compute
+        routing(table, stall_s=1.0, timeout_s=60.0) as router,
     ):
         table.publish(info("a", a))
         turns = [asyncio.create_task(router(ask([7])))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 
 from aiohttp import web
@@ -31,3 +32,9 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes,
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(f"the client has read nothing for {timeout_s:g} s") from None
+
+
+async def end(response: web.StreamResponse) -> None:
+    """End the stream. A client that has gone has had the last event: many close the connection when they read it."""
+    with suppress(ConnectionResetError):
+        await response.write_eof()

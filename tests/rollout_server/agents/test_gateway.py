@@ -129,6 +129,21 @@ async def stream(client: Client, path: str, body: dict[str, Any]) -> str:
         return (await response.read()).decode()
 
 
+async def test_equal_calls_are_two_turns_though_the_client_leaves_at_the_end(tmp_path: Path, leaving: None) -> None:
+    async def act(client: Client) -> list[bytes]:
+        headers = {"Authorization": f"Bearer {client.access.api_key}"}
+        answers = []
+        for _ in range(2):
+            url = f"{client.access.base_url}/chat/completions"
+            async with client.session.post(url, json={**BODY, "stream": True}, headers=headers) as response:
+                answers.append(await response.content.readuntil(b"data: [DONE]\n\n"))
+        return answers
+
+    trajectory, answers, counts = await within(tmp_path, act, "<answer> c </answer>", "<answer> d </answer>")
+    assert [b'"c"' in answers[0], b'"d"' in answers[1]] == [True, True], answers
+    assert (counts["agent_calls"], counts["agent_retries"]) == (2, 0) and trajectory.status is Status.ANSWERED
+
+
 async def test_a_stream_is_kept_open_until_the_turn_is_there(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(gateway, "ALIVE_S", 0.05)
 

@@ -338,6 +338,16 @@ async def test_a_client_that_leaves_frees_its_place_and_the_engines(tmp_path: Pa
     assert caller.engine.aborted == 1 and caller.stats.counts["chat_left"] == 1
 
 
+async def test_a_client_that_leaves_at_the_end_has_its_answer(tmp_path: Path, leaving: None, caplog: Any) -> None:
+    async with serving(tmp_path, SEARCH, ANSWER) as caller:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        body = {"model": "p", "messages": QUESTION, "stream": True}
+        async with caller.session.post(f"{caller.url}/v1/chat/completions", json=body, headers=headers) as response:
+            await response.content.readuntil(b"data: [DONE]\n\n")
+        await eventually(lambda: not caller.app._active, "the end of the call")
+    assert caller.stats.counts["chat_left"] == 0 and not [r for r in caplog.records if r.exc_info]
+
+
 async def test_64_clients_at_once(tmp_path: Path) -> None:
     async with serving(tmp_path, SEARCH, ANSWER, step_s=0.001) as caller:
         answers = await asyncio.gather(*(caller.ask() for _ in range(32)), *(caller.stream() for _ in range(32)))

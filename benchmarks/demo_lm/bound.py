@@ -1,0 +1,198 @@
+"""What limits a demo: its policies with a retriever that finds what there is, and supervised training on everything.
+
+    python -m benchmarks.demo_lm.bound RUN        a finished demo, e.g. runs/demo-lm-0
+
+The warm start, GRPO and a policy of supervised training on all training questions answer the demo's questions three
+times: as in the demo; from a corpus of the supporting passages only, so that a search finds them; and so with
+observations that are not cut. What GRPO gains by better searches ends near the second, and near the third if cuts hide
+answers. Writes RUN/bound.json; docs/recipes.md shows those in docs/figures/recipes/bound/. A finished part is not
+repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.base import machine_facts
+from benchmarks.demo_lm.command import CONFIG_COPY, EVALUATED, FACTS, MOST_THREADS
+from benchmarks.demo_lm.phases import Phase, read_phases, run_phases
+from benchmarks.demo_lm.results import policy_result, read_episodes
+from deploy.hardware.run import cores
+from foray.data.files import write_questions
+from foray.evaluation.store import is_result
+from learner.data.questions import load_questions
+from protocol.errors import UserError
+from protocol.runtime.config import override, read_tree
+from protocol.runtime.files import atomic_write
+from retriever.corpus.corpus import open_corpus, parse_line
+
+RESULT, FOLDER = "bound.json", "bound"
+UNCUT = ("rollout.episode.max_obs_tokens=768", "rollout.episode.max_context=2048")
+"""99 of 100 passages of the larger data have at most 573 tokens, half of them 120."""
+EPOCHS = 1
+"""Passes over the demonstrations of all training questions: about 250 updates, an hour of two cores."""
+POLICIES = {"warm start": "warm", "GRPO": "grpo", "supervised on everything": "everything"}
+RETRIEVERS = {"as in the demo": "demo", "finds": "finds", "finds, uncut": "uncut"}
+"""Words of the table -> part of a result's name."""
+
+
+def measure(directory: Path, epochs: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run what is not finished, and return the means of each policy with each retriever.
+
+    Raises UserError if the demo is not finished, PhaseFailed or PhaseStopped.
+    """
+    facts, done = _facts(directory), read_phases(directory)
+    if not all(done.get(name, {}).get("done") for name in ("eval-warm", "eval-grpo")):
+        raise UserError(f"{directory} is not a finished demo", todo="run the same foray demo-lm again")
+    bound = directory / FOLDER
+    answered = [(row["data_set"], row["question_id"]) for row in read_episodes(directory / "eval" / "warm")]
+    limit = max(Counter(data_set for data_set, _ in set(answered)).values())
+    run_phases(_phases(directory, bound, limit, epochs), bound, say)
+    minutes = sum(one["seconds"] for one in read_phases(bound).values()) / 60
+    return {
+        "seed": facts["seed"],
+        "epochs": epochs,
+        "rows": [row for policy in POLICIES for retriever in RETRIEVERS for row in _rows(directory, policy, retriever)],
+        "minutes": round(minutes, 1),
+        "machine": machine_facts(),
+    }
+
+
+def _rows(directory: Path, policy: str, retriever: str) -> list[dict[str, Any]]:
+    """Return F1, searches and the share of supporting passages that were read: a row for each set of questions."""
+    name, kind = POLICIES[policy], RETRIEVERS[retriever]
+    in_demo = directory / "eval" / name
+    where = in_demo if kind == "demo" and is_result(in_demo) else directory / FOLDER / "eval" / f"{name}-{kind}"
+    result = policy_result(policy, read_episodes(where))
+    rows = []
+    for data_set in EVALUATED:
+        read = [row["rewards"]["retrieval_hit"] for row in result.rows if row["data_set"] == data_set]
+        means = {column: round(result.mean(column, data_set).mean, 4) for column in ("f1", "searches")}
+        f1 = {end: round(getattr(result.mean("f1", data_set), end), 4) for end in ("low", "high")}
+        rows.append({"policy": policy, "retriever": retriever, "data_set": data_set, "n": len(read)} | means | f1)
+        rows[-1]["read"] = round(fmean(read), 4)
+    return rows
+
+
+def _facts(directory: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((directory / FACTS).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{directory} is not a demo", todo="name the directory of a foray demo-lm") from None
+    return found
+
+
+def _phases(directory: Path, bound: Path, limit: int, epochs: int) -> list[Phase]:
+    """Return the phases: supervised training on all training questions, then the evaluations that are missing."""
+    config, questions = directory / CONFIG_COPY, directory / "questions"
+    asked = [load_questions(questions / f"{name}.jsonl").questions for name in EVALUATED]
+    corpus = Path(read_tree(config, [])["retriever"]["corpus"])
+    _write_found(corpus, bound / "corpus.jsonl", {name for one in asked for q in one for name in q.supporting})
+    every = [
+        question for name in ("shown", "train") for question in load_questions(questions / f"{name}.jsonl").questions
+    ]
+    write_questions(bound / "everything.jsonl", every)
+    threads = min(cores(), MOST_THREADS)
+    suites = [f"{name}={questions / name}.jsonl" for name in EVALUATED]
+    finds = (override("retriever.corpus", bound / "corpus.jsonl"), override("retriever.index_dir", bound / "index"))
+    settings = {"demo": (), "finds": finds, "uncut": (*finds, *UNCUT)}
+    policies = {"warm": directory / "warm", "grpo": directory / "grpo", "everything": bound / "warm"}
+
+    def evaluation(name: str, kind: str) -> Phase:
+        out, alone = bound / "eval" / f"{name}-{kind}", f"engine.kind.threads={threads}"
+        words = ("--suite", *suites, "--limit", limit, "--out", out, "--resume", alone, *settings[kind])
+        title = f"evaluate {name}, retriever: {kind}"
+        return Phase.foray(f"eval-{name}-{kind}", title, "eval", policies[name], "--config", config, *map(str, words))
+
+    demos, model = bound / "demonstrations.jsonl", _model(directory)
+    return [
+        *(evaluation(name, kind) for name in ("warm", "grpo") for kind in ("finds", "uncut")),
+        Phase.foray(
+            "demonstrate",
+            "demonstrations from all training questions",
+            "data",
+            "demonstrate",
+            bound / "everything.jsonl",
+            "--config",
+            config,
+            "--out",
+            demos,
+            "--searches",
+            "2",
+        ),
+        Phase.foray(
+            "sft",
+            "supervised training on everything",
+            "sft",
+            demos,
+            "--model",
+            model,
+            "--out",
+            bound / "warm",
+            "--config",
+            config,
+            f"learner.engine.threads={threads}",
+            f"sft.epochs={epochs}",
+            "sft.max_steps=0",
+        ),
+        *(evaluation("everything", kind) for kind in settings),
+    ]
+
+
+def _model(directory: Path) -> Path:
+    own = directory / "model"
+    return own if own.is_dir() else Path(_facts(directory)["model"])
+
+
+def _write_found(corpus: Path, path: Path, names: set[str]) -> None:
+    """Write the passages with these ids or titles."""
+    with open_corpus(corpus).open("rb") as file:
+        kept = [line for line in file if line.strip() and {(p := parse_line(line)).id, p.title} & names]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, b"".join(kept), durable=False)
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the results as a Markdown table."""
+    if not results:
+        return "Not run yet."
+    header = ("seed", "policy", "retriever", "questions", "F1", "searches", "supporting passages read")
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    for result in results:
+        for row in result["rows"]:
+            cells = [str(result["seed"]), *(row[name] for name in ("policy", "retriever", "data_set"))]
+            cells += [f"{row['f1']:.3f} ({row['low']:.2f} to {row['high']:.2f})"]
+            cells += [f"{row['searches']:.2f}", f"{row['read']:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure one demo, and print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo_lm.bound", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("run", type=Path, help="directory of a finished demo")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"of supervised training (default: {EPOCHS})")
+    args = parser.parse_args(argv)
+
+    def say(line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+
+    directory = args.run.absolute()
+    result = measure(directory, args.epochs, say)
+    atomic_write(directory / RESULT, (json.dumps(result) + "\n").encode(), durable=True)
+    print(table([result]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
