@@ -200,9 +200,10 @@ def test_up_starts_a_redis_with_users_and_gives_each_child_its_secrets_only(
     written: Path, run_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The launcher's own environment holds the operator's token: no child may inherit it."""
+    for name in [name for name in os.environ if name.startswith("FORAY_")]:  # variables of the test run itself
+        monkeypatch.delenv(name)
     monkeypatch.setenv("FORAY_OPERATOR_TOKEN", "not-for-children-" + "x" * 20)
     monkeypatch.setenv("FORAY_RUN_KEY_FILE", "/somewhere")
-    monkeypatch.delenv("FORAY_REDIS_URL", raising=False)
     out, script = run_files / "out", run_files / "python"
     out.mkdir()
     script.write_text(CHILD.format(python=sys.executable, out=out))
