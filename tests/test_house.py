@@ -193,6 +193,10 @@ def test_files_and_functions_keep_their_caps() -> None:
     assert not wrong
 
 
+def test_nothing_new_is_raised_within_except_star() -> None:
+    assert not house.raises_in_except_star(modules(*OURS))
+
+
 def test_a_small_module_is_part_of_its_only_importer() -> None:
     found = house.lonely_modules(modules(*OURS))
     assert found.keys() == LONELY.keys()
@@ -321,6 +325,12 @@ def test_a_long_file_and_a_long_function_are_found(tmp_path: Path) -> None:
     found = made(tmp_path, a="x = 1\n" * 501, b="def f():\n" + "    x = 1\n" * 60, c="x = 1\n" * 500)
     assert house.long_files(found) == ["p/a.py: 501 lines"]
     assert house.long_functions(found) == ["p/b.py:f: 61 lines"]
+
+
+def test_a_raise_within_except_star_is_found(tmp_path: Path) -> None:
+    text = "try:\n    f()\nexcept* OSError as group:\n    raise{}\n"
+    found = made(tmp_path, a=text.format(" ValueError"), b=text.format(""))
+    assert house.raises_in_except_star(found) == ["p/a.py:4"]
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ async def _ask_method(
     served, sampler, resources = job.served, job.sampler, RewardResources()
     search = build_search(served.search if served.search and sampler.search else NoSearchSettings())
     places = iter([(name, question, index) for name, question in remaining for index in range(sampler.n)])
-    failures = _Failures()
+    failures, refused = _Failures(), list[BaseException]()
     try:
         async with bounded_session() as session:
             model = _model(served, session, resources)
@@ -206,10 +206,12 @@ async def _ask_method(
                 for _ in range(min(sampler.concurrency, sampler.n * len(remaining))):
                     tasks.create_task(worker())
     except* (ForayError, UserError) as group:
-        raise next(_leaves(group)) from None
+        refused = list(_leaves(group))
     finally:
         await search.close()
         await resources.close()
+    if refused:  # not raised above: until Python 3.11.3 that would make it an ExceptionGroup
+        raise refused[0]
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
@@ -282,7 +284,7 @@ async def _judge(job: EvalJob, store: ResultStore, rows: Sequence[Row], task: Ta
     assert job.judge is not None
     questions = {(s.name, q.id): q for s in job.sets for q in s.questions}
     resources, places = RewardResources(), iter(rows)
-    judge = Judge(job.judge, resources)
+    judge, failed = Judge(job.judge, resources), list[BaseException]()
 
     async def worker() -> None:
         for row in places:
@@ -296,6 +298,8 @@ async def _judge(job: EvalJob, store: ResultStore, rows: Sequence[Row], task: Ta
             for _ in range(min(JUDGED_AT_ONCE, len(rows))):
                 tasks.create_task(worker())
     except* RewardError as group:
-        raise ForayError(f"the judge failed: {next(_leaves(group))}") from None
+        failed = list(_leaves(group))
     finally:
         await resources.close()
+    if failed:
+        raise ForayError(f"the judge failed: {failed[0]}")

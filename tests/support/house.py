@@ -181,6 +181,19 @@ def long_files(modules: Modules) -> list[str]:
     return [f"{m.path}: {m.lines} lines" for m in modules.values() if m.lines > FILE_CAP]
 
 
+def raises_in_except_star(modules: Modules) -> list[str]:
+    """Return each `raise X` within `except*`: until Python 3.11.3 it raises an ExceptionGroup in place of X."""
+    return [
+        f"{module.path}:{node.lineno}"
+        for module in modules.values()
+        for tried in module.nodes
+        if isinstance(tried, ast.TryStar)
+        for handler in tried.handlers
+        for node in ast.walk(handler)
+        if isinstance(node, ast.Raise) and node.exc is not None
+    ]
+
+
 def long_functions(modules: Modules) -> list[str]:
     functions = ((m, node) for m in modules.values() for node in _functions(m))
     sizes = ((m, node, (node.end_lineno or 0) - node.lineno + 1) for m, node in functions)
