@@ -75,7 +75,8 @@ def test_the_retrievers_rates_are_those_of_the_figures() -> None:
     rates = {row["batch"]: row["queries_per_s"] for row in gpu["by_batch"]}
     assert f"{rates[1]:.0f} one at a time, {rates[64]:,.0f} in batches of 64" in PLAN
     core_s = cpu["baseline"]["cpu_ms_per_query"] / 1000 * (21e6 * 768) / (500_000 * 384)
-    assert f"{1 / core_s:.0f} for each core (computed from 500,000 vectors), so {128 * core_s:.0f} cores for 128" in PLAN
+    assert f"{1 / core_s:.0f} for each core (computed from 500,000 vectors)" in PLAN
+    assert f"so {128 * core_s:.0f} cores for 128" in PLAN
 
 
 @pytest.mark.parametrize("name", ["torch_flat", "faiss_flat", "faiss_hnsw", "faiss_ivfpq", "bm25"])
