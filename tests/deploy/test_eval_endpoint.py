@@ -150,6 +150,16 @@ def test_a_judge_grades_answers_once(
     assert len(handler.bodies) == calls, "nothing is asked twice"
 
 
+def test_a_judge_that_fails_is_named(
+    services: tuple[str, type[Services]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, handler = services
+    handler.answers = ["the novelist Jane Austen"]
+    judge = ["--judge", "http://127.0.0.1:1/v1", "--judge-model", "judge", "--methods", "direct"]
+    assert evaluate(url, tmp_path, *judge) == 1
+    assert "the judge failed: " in capsys.readouterr().err
+
+
 def test_an_endpoint_that_refuses_ends_the_evaluation_and_a_resume_completes_it(
     services: tuple[str, type[Services]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
