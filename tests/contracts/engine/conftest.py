@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import torch
 from contract_client import Client
-from contract_engines import ADMIN_KEY, LOGS, USER_KEY, Kind, Server, cpu_engine, scripted, sglang, tail
+from contract_engines import ADMIN_KEY, LOGS, PATIENCE_S, USER_KEY, Kind, Server, cpu_engine, scripted, sglang, tail
 from contract_models import RANK, perturbed, write_model, write_word_model
 
 from tests.support.forks import Zygote
@@ -113,7 +113,7 @@ def server(request: pytest.FixtureRequest, engines: Engines, two_models: tuple[P
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[Client]:
     """A client of an engine that holds the first weights as version 1.0, not paused, with an empty cache."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session:
         client = Client(server, session)
         if await client.version() != "1.0":
             await client.swap(server.first, "1.0")
@@ -152,5 +152,5 @@ def unlapped(request: pytest.FixtureRequest, engines: Engines, two_models: tuple
 async def guarded_client(guarded: Server) -> AsyncIterator[Client]:
     """A client of it that holds the user's key."""
     headers = {"Authorization": f"Bearer {USER_KEY}"}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60), headers=headers) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S), headers=headers) as session:
         yield Client(guarded, session)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from contract_engines import Server
+from contract_engines import PATIENCE_S, Server
 
 PROMPT = list(range(40, 60))
 DONE = "[DONE]"
@@ -97,7 +97,7 @@ class Client:
         _, loads = await self.get("/v1/loads")
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads["loads"])
 
-    async def until_running(self, count: int, seconds: float = 10.0) -> None:
+    async def until_running(self, count: int, seconds: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + seconds
         while await self.running() != count:
             assert time.monotonic() < deadline, f"{await self.running()} requests run, expected {count}"
@@ -132,7 +132,7 @@ class Run:
     async def reached(self, tokens: int) -> None:
         """Wait for at least this many tokens."""
         watch = asyncio.ensure_future(self._until(lambda: self.count >= tokens))
-        await asyncio.wait({watch, self._task}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({watch, self._task}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
         if not watch.done():
             watch.cancel()
             if self._task.done():
@@ -143,7 +143,7 @@ class Run:
         async with self._grown:
             await self._grown.wait_for(true)
 
-    async def answer(self, seconds: float = 30.0) -> Any:
+    async def answer(self, seconds: float = PATIENCE_S) -> Any:
         """The last chunk, which holds all of it."""
         return await asyncio.wait_for(self._task, seconds)
 

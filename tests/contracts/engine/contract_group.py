@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from contract_client import Client
+from contract_engines import PATIENCE_S
 from contract_models import read_weights
 
 from learner.weights.process_group import BroadcastGroup, Rendezvous
@@ -65,7 +66,9 @@ class Trainer:
 async def trainer(client: Client, ranks: int = 1) -> AsyncIterator[Trainer]:
     """A trainer whose engine has joined; both have left when this is."""
     name, port = uuid.uuid4().hex, free_port("127.0.0.1")
-    meeting = asyncio.to_thread(BroadcastGroup, Rendezvous(name, "127.0.0.1", port, ranks + 1, "gloo", 60, 60))
+    meeting = asyncio.to_thread(
+        BroadcastGroup, Rendezvous(name, "127.0.0.1", port, ranks + 1, "gloo", PATIENCE_S, PATIENCE_S)
+    )
     join = client.post(
         "/init_weights_update_group",
         {

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import aiohttp
 import torch
-from contract_engines import Server, picked
+from contract_engines import PATIENCE_S, Server, picked
 from contract_models import read_weights
 
 from learner.config.learner import DiskPublishSettings, DistributedPublishSettings
@@ -40,7 +40,6 @@ from rollout_server.node.server import serve
 Transport = Literal["disk", "distributed"]
 Mode = Literal["retract", "in_place"]
 RUNS = itertools.count(1)
-PATIENCE_S = 60.0
 
 
 @dataclass

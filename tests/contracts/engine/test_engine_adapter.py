@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import torch
 from contract_client import Client
-from contract_engines import ADMIN_KEY, Server, picked
+from contract_engines import ADMIN_KEY, PATIENCE_S, Server, picked
 from contract_models import merged, write_adapter
 from contract_proof import close, expect_apart, reported
 
@@ -25,7 +25,7 @@ with 0.5.21; one of 1.3e-4 was seen. Other weights are more than 0.1 apart (`exp
 async def admin(guarded: Server) -> AsyncIterator[Client]:
     """A client that holds the administrator's key, which is the one that opens the routes of adapters."""
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60), headers=headers) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S), headers=headers) as session:
         admin = Client(guarded, session)
         yield admin
         for name in ("a", "b"):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from contract_client import PROMPT, Client
-from contract_engines import Server, sglang
+from contract_engines import PATIENCE_S, Server, sglang
 from contract_group import FLATTENED, trainer
 from contract_models import write_model
 from contract_proof import close, reported
@@ -113,7 +113,7 @@ async def test_no_parameter_is_left_out(kind: str, ranks: int, tmp_path: Path) -
         server = Server(url, "sglang", model, model, tmp_path)
         # SGLang closes a connection that is idle for 5 s, and sending a bucket stops this loop for longer
         connector = aiohttp.TCPConnector(force_close=True)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as session:
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session:
             client = Client(server, session)
             async with trainer(client, ranks) as there:
                 await client.ok("/pause_generation", {"mode": "retract"})
