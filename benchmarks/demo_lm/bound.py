@@ -6,7 +6,7 @@ The warm start, GRPO and a policy of supervised training on all training questio
 times: as in the demo; from a corpus of the supporting passages only, so that a search finds them; and so with
 observations that are not cut. What GRPO gains by better searches ends near the second, and near the third if cuts hide
 answers. Writes RUN/bound.json; docs/recipes.md shows those in docs/figures/recipes/bound/. A finished part is not
-repeated.
+repeated. Where time is short, --policies names some: "everything" needs no more of the demo than its questions.
 """
 
 from __future__ import annotations
@@ -39,28 +39,32 @@ UNCUT = ("rollout.episode.max_obs_tokens=768", "rollout.episode.max_context=2048
 """99 of 100 passages of the larger data have at most 573 tokens, half of them 120."""
 EPOCHS = 1
 """Passes over the demonstrations of all training questions: about 250 updates, an hour of two cores."""
-POLICIES = {"warm start": "warm", "GRPO": "grpo", "supervised on everything": "everything"}
+EVERYTHING = "everything"
+POLICIES = {"warm start": "warm", "GRPO": "grpo", "supervised on everything": EVERYTHING}
 RETRIEVERS = {"as in the demo": "demo", "finds": "finds", "finds, uncut": "uncut"}
 """Words of the table -> part of a result's name."""
 
 
-def measure(directory: Path, epochs: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run what is not finished, and return the means of each policy with each retriever.
+def measure(directory: Path, names: Sequence[str], epochs: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run what is not finished of these policies, and return the means of each with each retriever.
 
-    Raises UserError if the demo is not finished, PhaseFailed or PhaseStopped.
+    Raises UserError if the demo has not evaluated one of them, PhaseFailed or PhaseStopped.
     """
     facts, done = _facts(directory), read_phases(directory)
-    if not all(done.get(name, {}).get("done") for name in ("eval-warm", "eval-grpo")):
+    of_demo = [name for name in names if name != EVERYTHING]
+    if not all(done.get(f"eval-{name}", {}).get("done") for name in of_demo):
         raise UserError(f"{directory} is not a finished demo", todo="run the same foray demo-lm again")
-    bound = directory / FOLDER
-    answered = [(row["data_set"], row["question_id"]) for row in read_episodes(directory / "eval" / "warm")]
-    limit = max(Counter(data_set for data_set, _ in set(answered)).values())
-    run_phases(_phases(directory, bound, limit, epochs), bound, say)
+    bound, limit = directory / FOLDER, facts["sizes"]["limit"]
+    for name in of_demo:
+        answered = {(row["data_set"], row["question_id"]) for row in read_episodes(directory / "eval" / name)}
+        limit = max(Counter(data_set for data_set, _ in answered).values())
+    run_phases(_phases(directory, bound, names, limit, epochs), bound, say)
     minutes = sum(one["seconds"] for one in read_phases(bound).values()) / 60
+    policies = [policy for policy, name in POLICIES.items() if name in names]
     return {
         "seed": facts["seed"],
         "epochs": epochs,
-        "rows": [row for policy in POLICIES for retriever in RETRIEVERS for row in _rows(directory, policy, retriever)],
+        "rows": [row for policy in policies for retriever in RETRIEVERS for row in _rows(directory, policy, retriever)],
         "minutes": round(minutes, 1),
         "machine": machine_facts(),
     }
@@ -90,8 +94,8 @@ def _facts(directory: Path) -> dict[str, Any]:
     return found
 
 
-def _phases(directory: Path, bound: Path, limit: int, epochs: int) -> list[Phase]:
-    """Return the phases: supervised training on all training questions, then the evaluations that are missing."""
+def _phases(directory: Path, bound: Path, names: Sequence[str], limit: int, epochs: int) -> list[Phase]:
+    """Return the phases: the demo's policies, then supervised training on all training questions and its policy."""
     config, questions = directory / CONFIG_COPY, directory / "questions"
     asked = [load_questions(questions / f"{name}.jsonl").questions for name in EVALUATED]
     corpus = Path(read_tree(config, [])["retriever"]["corpus"])
@@ -104,7 +108,7 @@ def _phases(directory: Path, bound: Path, limit: int, epochs: int) -> list[Phase
     suites = [f"{name}={questions / name}.jsonl" for name in EVALUATED]
     finds = (override("retriever.corpus", bound / "corpus.jsonl"), override("retriever.index_dir", bound / "index"))
     settings = {"demo": (), "finds": finds, "uncut": (*finds, *UNCUT)}
-    policies = {"warm": directory / "warm", "grpo": directory / "grpo", "everything": bound / "warm"}
+    policies = {"warm": directory / "warm", "grpo": directory / "grpo", EVERYTHING: bound / "warm"}
 
     def evaluation(name: str, kind: str) -> Phase:
         out, alone = bound / "eval" / f"{name}-{kind}", f"engine.kind.threads={threads}"
@@ -113,8 +117,11 @@ def _phases(directory: Path, bound: Path, limit: int, epochs: int) -> list[Phase
         return Phase.foray(f"eval-{name}-{kind}", title, "eval", policies[name], "--config", config, *map(str, words))
 
     demos, model = bound / "demonstrations.jsonl", _model(directory)
+    of_demo = [evaluation(name, kind) for kind in ("finds", "uncut") for name in names if name != EVERYTHING]
+    if EVERYTHING not in names:
+        return of_demo
     return [
-        *(evaluation(name, kind) for name in ("warm", "grpo") for kind in ("finds", "uncut")),
+        *of_demo,
         Phase.foray(
             "demonstrate",
             "demonstrations from all training questions",
@@ -143,7 +150,7 @@ def _phases(directory: Path, bound: Path, limit: int, epochs: int) -> list[Phase
             f"sft.epochs={epochs}",
             "sft.max_steps=0",
         ),
-        *(evaluation("everything", kind) for kind in settings),
+        *(evaluation(EVERYTHING, kind) for kind in settings),
     ]
 
 
@@ -182,13 +189,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="directory of a finished demo")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"of supervised training (default: {EPOCHS})")
+    names = list(POLICIES.values())
+    parser.add_argument("--policies", nargs="+", choices=names, default=names, help="(default: all)")
     args = parser.parse_args(argv)
 
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
     directory = args.run.absolute()
-    result = measure(directory, args.epochs, say)
+    result = measure(directory, args.policies, args.epochs, say)
     atomic_write(directory / RESULT, (json.dumps(result) + "\n").encode(), durable=True)
     print(table([result]))
     return 0
