@@ -51,12 +51,12 @@ def measure(directory: Path, names: Sequence[str], epochs: int, say: Callable[[s
     Raises UserError if the demo has not evaluated one of them, PhaseFailed or PhaseStopped.
     """
     facts, done = _facts(directory), read_phases(directory)
-    of_demo = [name for name in names if name != EVERYTHING]
-    if not all(done.get(f"eval-{name}", {}).get("done") for name in of_demo):
+    evaluated = [name for name in POLICIES.values() if done.get(f"eval-{name}", {}).get("done")]
+    if not {*names} - {EVERYTHING} <= {*evaluated}:
         raise UserError(f"{directory} is not a finished demo", todo="run the same foray demo-lm again")
     bound, limit = directory / FOLDER, facts["sizes"]["limit"]
-    for name in of_demo:
-        answered = {(row["data_set"], row["question_id"]) for row in read_episodes(directory / "eval" / name)}
+    if evaluated:  # the demo may have had a smaller --limit
+        answered = {(row["data_set"], row["question_id"]) for row in read_episodes(directory / "eval" / evaluated[0])}
         limit = max(Counter(data_set for data_set, _ in answered).values())
     run_phases(_phases(directory, bound, names, limit, epochs), bound, say)
     minutes = sum(one["seconds"] for one in read_phases(bound).values()) / 60
