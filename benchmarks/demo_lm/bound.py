@@ -6,7 +6,7 @@ The warm start, GRPO and a policy of supervised training on all training questio
 times: as in the demo; from a corpus of the supporting passages only, so that a search finds them; and so with
 observations that are not cut. What GRPO gains by better searches ends near the second, and near the third if cuts hide
 answers. Writes RUN/bound.json; docs/recipes.md shows those in docs/figures/recipes/bound/. A finished part is not
-repeated. Where time is short, --policies names some: "everything" needs no more of the demo than its questions.
+repeated. Where time is short, --policies names some: "everything" needs of the demo only its questions and its model.
 """
 
 from __future__ import annotations

@@ -143,9 +143,9 @@ class Run:
         async with self._grown:
             await self._grown.wait_for(true)
 
-    async def answer(self, seconds: float = PATIENCE_S) -> Any:
+    async def answer(self) -> Any:
         """The last chunk, which holds all of it."""
-        return await asyncio.wait_for(self._task, seconds)
+        return await asyncio.wait_for(self._task, PATIENCE_S)
 
 
 def _body(ids: Any, fields: dict[str, Any] | None, sampling: dict[str, Any]) -> dict[str, Any]:
