@@ -33,6 +33,7 @@ from protocol.errors import UserError
 from protocol.runtime.config import override, read_tree
 from protocol.runtime.files import atomic_write
 from retriever.corpus.corpus import open_corpus, parse_line
+from retriever.corpus.manifest import corpus_of
 
 RESULT, FOLDER = "bound.json", "bound"
 UNCUT = ("rollout.episode.max_obs_tokens=768", "rollout.episode.max_context=2048")
@@ -98,7 +99,8 @@ def _phases(directory: Path, bound: Path, names: Sequence[str], limit: int, epoc
     """Return the phases: the demo's policies, then supervised training on all training questions and its policy."""
     config, questions = directory / CONFIG_COPY, directory / "questions"
     asked = [load_questions(questions / f"{name}.jsonl").questions for name in EVALUATED]
-    corpus = Path(read_tree(config, [])["retriever"]["corpus"])
+    retriever = read_tree(config, [])["retriever"]
+    corpus = corpus_of(Path(retriever["index_dir"]), Path(retriever["corpus"]))
     _write_found(corpus, bound / "corpus.jsonl", {name for one in asked for q in one for name in q.supporting})
     every = [
         question for name in ("shown", "train") for question in load_questions(questions / f"{name}.jsonl").questions

@@ -35,13 +35,13 @@ def python(name: str, code: str) -> Phase:
 
 
 def data(folder: Path, towns: int = TOWNS) -> Path:
-    """Questions of one search each, and their passages."""
+    """Questions of one search each, and their passages in the form of the real data, which is converted."""
     folder.mkdir()
     asked = [
         {"id": f"q{n}", "question": f"Where is Town{n} ?", "golden_answers": [f"river{n}"], "supporting_ids": [f"p{n}"]}
         for n in range(towns)
     ]
-    passages = [{"id": f"p{n}", "contents": f'"Town{n}"\nTown{n} lies on river{n}.'} for n in range(towns)]
+    passages = [{"id": f"p{n}", "title": f"Town{n}", "text": f"Town{n} lies on river{n}."} for n in range(towns)]
     for kind, records in (("train", asked[10:]), ("dev", asked[:10]), ("corpus", passages)):
         (folder / FILES[kind]).write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
