@@ -6,7 +6,8 @@ The warm start, GRPO and a policy of supervised training on all training questio
 times: as in the demo; from a corpus of the supporting passages only, so that a search finds them; and so with
 observations that are not cut. What GRPO gains by better searches ends near the second, and near the third if cuts hide
 answers. Writes RUN/bound.json; docs/recipes.md shows those in docs/figures/recipes/bound/. A finished part is not
-repeated. Where time is short, --policies names some: "everything" needs of the demo only its questions and its model.
+repeated. Where time is short, --policies and --retrievers name some: "everything" needs of the demo only its questions,
+its index and its model.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ RETRIEVERS = {"as in the demo": "demo", "finds": "finds", "finds, uncut": "uncut
 """Words of the table -> part of a result's name."""
 
 
-def measure(directory: Path, names: Sequence[str], epochs: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run what is not finished of these policies, and return the means of each with each retriever.
+def measure(
+    directory: Path, names: Sequence[str], kinds: Sequence[str], epochs: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run what is not finished of these policies, and return the means of each with each of these retrievers.
 
     Raises UserError if the demo has not evaluated one of them, PhaseFailed or PhaseStopped.
     """
@@ -59,13 +62,14 @@ def measure(directory: Path, names: Sequence[str], epochs: int, say: Callable[[s
     if evaluated:  # the demo may have had a smaller --limit
         answered = {(row["data_set"], row["question_id"]) for row in read_episodes(directory / "eval" / evaluated[0])}
         limit = max(Counter(data_set for data_set, _ in answered).values())
-    run_phases(_phases(directory, bound, names, limit, epochs), bound, say)
+    run_phases(_phases(directory, bound, names, kinds, limit, epochs), bound, say)
     minutes = sum(one["seconds"] for one in read_phases(bound).values()) / 60
     policies = [policy for policy, name in POLICIES.items() if name in names]
+    retrievers = [retriever for retriever, kind in RETRIEVERS.items() if kind in kinds]
     return {
         "seed": facts["seed"],
         "epochs": epochs,
-        "rows": [row for policy in policies for retriever in RETRIEVERS for row in _rows(directory, policy, retriever)],
+        "rows": [row for policy in policies for retriever in retrievers for row in _rows(directory, policy, retriever)],
         "minutes": round(minutes, 1),
         "machine": machine_facts(),
     }
@@ -95,7 +99,9 @@ def _facts(directory: Path) -> dict[str, Any]:
     return found
 
 
-def _phases(directory: Path, bound: Path, names: Sequence[str], limit: int, epochs: int) -> list[Phase]:
+def _phases(
+    directory: Path, bound: Path, names: Sequence[str], kinds: Sequence[str], limit: int, epochs: int
+) -> list[Phase]:
     """Return the phases: the demo's policies, then supervised training on all training questions and its policy."""
     config, questions = directory / CONFIG_COPY, directory / "questions"
     asked = [load_questions(questions / f"{name}.jsonl").questions for name in EVALUATED]
@@ -119,7 +125,7 @@ def _phases(directory: Path, bound: Path, names: Sequence[str], limit: int, epoc
         return Phase.foray(f"eval-{name}-{kind}", title, "eval", policies[name], "--config", config, *map(str, words))
 
     demos, model = bound / "demonstrations.jsonl", _model(directory)
-    of_demo = [evaluation(name, kind) for kind in ("finds", "uncut") for name in names if name != EVERYTHING]
+    of_demo = [evaluation(name, kind) for kind in kinds if kind != "demo" for name in names if name != EVERYTHING]
     if EVERYTHING not in names:
         return of_demo
     return [
@@ -152,7 +158,7 @@ def _phases(directory: Path, bound: Path, names: Sequence[str], limit: int, epoc
             f"sft.epochs={epochs}",
             "sft.max_steps=0",
         ),
-        *(evaluation(EVERYTHING, kind) for kind in settings),
+        *(evaluation(EVERYTHING, kind) for kind in kinds),
     ]
 
 
@@ -193,13 +199,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"of supervised training (default: {EPOCHS})")
     names = list(POLICIES.values())
     parser.add_argument("--policies", nargs="+", choices=names, default=names, help="(default: all)")
+    kinds = list(RETRIEVERS.values())
+    parser.add_argument("--retrievers", nargs="+", choices=kinds, default=kinds, help="(default: all)")
     args = parser.parse_args(argv)
 
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
     directory = args.run.absolute()
-    result = measure(directory, args.policies, args.epochs, say)
+    result = measure(directory, args.policies, args.retrievers, args.epochs, say)
     atomic_write(directory / RESULT, (json.dumps(result) + "\n").encode(), durable=True)
     print(table([result]))
     return 0
