@@ -104,14 +104,12 @@ def _phases(
 ) -> list[Phase]:
     """Return the phases: the demo's policies, then supervised training on all training questions and its policy."""
     config, questions = directory / CONFIG_COPY, directory / "questions"
-    asked = [load_questions(questions / f"{name}.jsonl").questions for name in EVALUATED]
+    asked = {name: load_questions(questions / f"{name}.jsonl").questions for name in (*EVALUATED, "shown", "train")}
     retriever = read_tree(config, [])["retriever"]
     corpus = corpus_of(Path(retriever["index_dir"]), Path(retriever["corpus"]))
-    _write_found(corpus, bound / "corpus.jsonl", {name for one in asked for q in one for name in q.supporting})
-    every = [
-        question for name in ("shown", "train") for question in load_questions(questions / f"{name}.jsonl").questions
-    ]
-    write_questions(bound / "everything.jsonl", every)
+    supporting = {passage for name in EVALUATED for question in asked[name] for passage in question.supporting}
+    _write_found(corpus, bound / "corpus.jsonl", supporting)
+    write_questions(bound / "everything.jsonl", [*asked["shown"], *asked["train"]])
     threads = min(cores(), MOST_THREADS)
     suites = [f"{name}={questions / name}.jsonl" for name in EVALUATED]
     finds = (override("retriever.corpus", bound / "corpus.jsonl"), override("retriever.index_dir", bound / "index"))
