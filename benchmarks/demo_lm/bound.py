@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.base import machine_facts
 from benchmarks.demo_lm.command import CONFIG_COPY, EVALUATED, FACTS, MOST_THREADS
-from benchmarks.demo_lm.phases import Phase, read_phases, run_phases
+from benchmarks.demo_lm.phases import Phase, phases_exit_code, read_phases, run_phases
 from benchmarks.demo_lm.results import policy_result, read_episodes
 from deploy.hardware.run import cores
 from foray.data.files import write_questions
@@ -212,4 +212,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(phases_exit_code(main))

@@ -21,7 +21,7 @@ from typing import Any
 from protocol.errors import ForayError
 from protocol.runtime.files import atomic_write
 from protocol.runtime.lifecycle import SIGNALS
-from protocol.runtime.service_cli import NOT_RESTARTED
+from protocol.runtime.service_cli import NOT_RESTARTED, exit_code
 
 RECORD = "phases.json"
 Record = dict[str, dict[str, Any]]
@@ -92,6 +92,18 @@ def run_phases(phases: Sequence[Phase], directory: Path, say: Callable[[str], No
             raise PhaseStopped(phase.name, stopped)
         if code:
             raise PhaseFailed(phase.name, code, log)
+
+
+def phases_exit_code(run: Callable[[], int]) -> int:
+    """Call `run` and return its exit code; say how to go on after a phase that failed (1) or was stopped (130 or 1)."""
+    try:
+        return exit_code(run)
+    except PhaseStopped as stopped:
+        print(f"{stopped}; the same command continues", file=sys.stderr)
+        return 130 if stopped.number == signal.SIGINT else 1
+    except PhaseFailed as failure:
+        print(f"error: {failure}; the same command continues", file=sys.stderr)
+        return 1
 
 
 def _run(phase: Phase, log: Path, say: Callable[[str], None]) -> tuple[int, float, int]:

@@ -30,7 +30,7 @@ from benchmarks.base import Say, machine_facts
 from benchmarks.demo_lm import bound
 from benchmarks.demo_lm.command import CONFIG_COPY, EVALUATED, find_data, prepare
 from benchmarks.demo_lm.command import phases as demo_phases
-from benchmarks.demo_lm.phases import Phase, read_phases, run_phases
+from benchmarks.demo_lm.phases import Phase, phases_exit_code, read_phases, run_phases
 from benchmarks.demo_lm.results import (
     PolicyResult,
     by_kind,
@@ -55,6 +55,8 @@ SEEDS = FOLDER / "seeds"
 TEMPLATE, PAGE = FOLDER / "page.template", ROOT / "docs" / "recipes.md"
 RUNS = Path("runs/recipes")
 STEPS = 20
+MEASURED = ("reward_mean", "reward/f1", "searches_mean", "entropy")
+"""Curves of training that an arm keeps."""
 GAIN_TARGET = 0.05
 """Of F1, by GRPO with the chosen recipe."""
 FORMAT, EM = "{type: format, score: 0.1, structure: 0.1, final: 0.0}", "{type: em, weight: 0}"
@@ -78,6 +80,10 @@ BY_TURN = (rewards(F1, "{type: turn_retrieval, by: passage, weight: 0.5}"), "lea
 F1_GROUPS = "learner.filter={metric: f1}"
 """Train only groups in which F1 differs: about half. The engine, which waits for the learner, makes more of them."""
 TRIPLE, SIX = "learner.optim.lr=1.0e-4", "learner.optim.lr=2.0e-4"
+LINEAR = ("learner.optim.schedule=linear", "learner.optim.final_fraction=0")
+"""To 0 over the steps of the arm: start such an arm with all its `--steps`."""
+PARTS = "learner.algorithm.parts={f1: 1, retrieval_hit: 0.5, format: 0.1}"
+"""F1 and evidence are normalised apart, so that the parts that differ more do not hide F1 (GDPO, arXiv 2601.05242)."""
 WARM: Mapping[str, tuple[str, ...]] = {
     "": (),
     "half": ("sft.max_steps=36",),
@@ -118,7 +124,9 @@ ARMS: Mapping[str, Arm] = {
     "evidence-lr1": Arm((HALF, "learner.optim.lr=1.0e-5")),
     "evidence-lr10": Arm((HALF, TRIPLE)),
     "turns-lr10": Arm((*BY_TURN, TRIPLE)),
-    "parts-lr10": Arm((HALF, "learner.algorithm.parts={f1: 1, retrieval_hit: 0.5, format: 0.1}", TRIPLE)),
+    "parts-lr10": Arm((HALF, PARTS, TRIPLE)),
+    "evidence-linear": Arm((HALF, TRIPLE, *LINEAR)),
+    "parts-groups-linear": Arm((HALF, PARTS, F1_GROUPS, TRIPLE, *LINEAR)),
     "turns-lr10-half-warm": Arm((*BY_TURN, TRIPLE), warm="half"),
     "evidence-lr10-half-warm": Arm((HALF, TRIPLE), warm="half"),
     "evidence-lr20-quarter-warm": Arm((HALF, SIX), warm="quarter"),
@@ -151,7 +159,7 @@ def play(name: str, args: argparse.Namespace, say: Say) -> dict[str, Any]:
     grpo = Phase.foray(done, f"{name}: GRPO", "up", base / CONFIG_COPY, *changed)
     run_phases([grpo, _evaluation(base, done, directory / "grpo", directory)], directory, say)
     steps = list(read_steps(directory / "grpo" / "metrics.jsonl").values())
-    curves = {m: [round(s[m], 4) for s in steps if m in s] for m in ("reward_mean", "searches_mean", "entropy")}
+    curves = {m: [round(s[m], 4) for s in steps if m in s] for m in MEASURED}
     used = read_phases(directory)
     policies = _policies(base / "eval" / "warm", directory / "eval" / done)
     return {
@@ -357,4 +365,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(phases_exit_code(main))
