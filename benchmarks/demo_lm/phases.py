@@ -94,7 +94,7 @@ def run_phases(phases: Sequence[Phase], directory: Path, say: Callable[[str], No
             raise PhaseFailed(phase.name, code, log)
 
 
-def phases_exit_code(run: Callable[[], int]) -> int:
+def phases_exit_code(run: Callable[[], int | None]) -> int:
     """Call `run` and return its exit code; say how to go on after a phase that failed (1) or was stopped (130 or 1)."""
     try:
         return exit_code(run)

@@ -77,13 +77,16 @@ def test_a_stop_reaches_the_phase_and_the_same_command_continues(tmp_path: Path,
     code = (
         "import sys; from pathlib import Path; from benchmarks.demo_lm.phases import *\n"
         f"here = Path({str(tmp_path)!r})\n"
-        "try: run_phases([Phase('long', 'long', (str(here / 'phase.py'),))], here, print)\n"
-        "except PhaseStopped as stopped: sys.exit(100 + stopped.number)\n"
+        "phases = [Phase('long', 'long', (str(here / 'phase.py'),))]\n"
+        "sys.exit(phases_exit_code(lambda: run_phases(phases, here, print)))\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2]) as child:
+    argv, where = [sys.executable, "-c", code], Path(__file__).parents[2]
+    with subprocess.Popen(argv, cwd=where, stderr=subprocess.PIPE, text=True) as child:
         wait_until(lambda: (tmp_path / "up").exists(), "the phase has started", 60)
         os.kill(child.pid, number)
-        assert child.wait(60) == 100 + number
+        _, error = child.communicate(timeout=60)
+    assert child.returncode == (130 if number is signal.SIGINT else 1)
+    assert error == "long was stopped; the same command continues\n"
     assert (tmp_path / "stopped").read_text() == str(int(number))
     assert read_phases(tmp_path)["long"]["done"] is False
     run_phases([Phase("long", "long", (str(tmp_path / "phase.py"),))], tmp_path, print)
