@@ -16,7 +16,6 @@ import os
 import random
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.demo_lm.phases import Phase, PhaseFailed, PhaseStopped, run_phases
+from benchmarks.demo_lm.phases import Phase, phases_exit_code, run_phases
 from deploy.hardware.run import cores
 from deploy.hardware.speed import cores_at_once, cpu_speed
 from protocol.errors import UserError
@@ -103,16 +102,9 @@ def run(args: argparse.Namespace) -> int:
     facts = prepare(args, directory, data)
     for line in facts["sizes"]["expected"].splitlines():
         say(line)
-    try:
-        run_phases(phases(args, directory, facts["sizes"]), directory, say)
-    except PhaseStopped as stopped:
-        say(f"{stopped}; what is finished is in {directory}")
-        say(f"continue with: {args.again}")
-        return 130 if stopped.number == signal.SIGINT else 1
-    except PhaseFailed as failure:
-        first = "do first what the error above says, then " if failure.acts else ""
-        print(f"error: {failure}; {first}continue with: {args.again}", file=sys.stderr)
-        return failure.code if failure.code > 0 else 1
+    played = phases(args, directory, facts["sizes"])
+    if code := phases_exit_code(lambda: run_phases(played, directory, say), again=f"continue with: {args.again}"):
+        return code
     result = summary(directory, facts)
     path = write(directory, result)
     if args.json:

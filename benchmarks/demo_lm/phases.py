@@ -94,16 +94,19 @@ def run_phases(phases: Sequence[Phase], directory: Path, say: Callable[[str], No
             raise PhaseFailed(phase.name, code, log)
 
 
-def phases_exit_code(run: Callable[[], int | None]) -> int:
-    """Call `run` and return its exit code; say how to go on after a phase that failed (1) or was stopped (130 or 1)."""
+def phases_exit_code(run: Callable[[], int | None], again: str = "the same command continues") -> int:
+    """Call `run` and return its exit code; print how to go on after a phase that failed (its code) or was stopped (130
+    after Ctrl-C, else 1).
+    """
     try:
         return exit_code(run)
     except PhaseStopped as stopped:
-        print(f"{stopped}; the same command continues", file=sys.stderr)
+        print(f"{stopped}; {again}", file=sys.stderr)
         return 130 if stopped.number == signal.SIGINT else 1
     except PhaseFailed as failure:
-        print(f"error: {failure}; the same command continues", file=sys.stderr)
-        return 1
+        first = "do first what the error above says, then " if failure.acts else ""
+        print(f"error: {failure}; {first}{again}", file=sys.stderr)
+        return failure.code if failure.code > 0 else 1
 
 
 def _run(phase: Phase, log: Path, say: Callable[[str], None]) -> tuple[int, float, int]:

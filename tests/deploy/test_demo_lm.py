@@ -17,7 +17,7 @@ import yaml
 
 from benchmarks.demo_lm import bound, command, results
 from benchmarks.demo_lm.command import FILES, LARGER, VARIABLE, find_data, prepare
-from benchmarks.demo_lm.phases import Phase, PhaseFailed, read_phases, run_phases
+from benchmarks.demo_lm.phases import Phase, phases_exit_code, read_phases, run_phases
 from deploy.hardware.speed import cores_at_once
 from foray.cli import main
 from foray.evaluation.store import EPISODES, RECIPE
@@ -47,17 +47,20 @@ def data(folder: Path, towns: int = TOWNS) -> Path:
     return folder
 
 
-def test_a_finished_phase_is_skipped_and_a_failed_one_runs_again(tmp_path: Path) -> None:
+def test_a_finished_phase_is_skipped_and_a_failed_one_runs_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said: list[str] = []
     counts = f"from pathlib import Path; p = Path({str(tmp_path)!r}) / 'n'; p.open('a').write('x'); print('one line')"
     burns = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
     fails = f"import sys; from pathlib import Path; sys.exit(0 if (Path({str(tmp_path)!r}) / 'go').exists() else 3)"
     phases = [python("first", counts), python("burns", burns), python("last", fails)]
-    with pytest.raises(PhaseFailed, match=r"last failed \(exit code 3\)") as failed:
-        run_phases(phases, tmp_path, said.append)
-    assert failed.value.code == 3 and "  one line" in said
+    log = tmp_path / "logs" / "last.log"
+    assert phases_exit_code(lambda: run_phases(phases, tmp_path, said.append), again="again") == 3
+    assert capsys.readouterr().err == f"error: last failed (exit code 3); its output: {log}; again\n"
+    assert "  one line" in said
     (tmp_path / "go").touch()
-    run_phases(phases, tmp_path, said.append)
+    assert phases_exit_code(lambda: run_phases(phases, tmp_path, said.append)) == 0
     record = read_phases(tmp_path)
     assert (tmp_path / "n").read_text() == "x", "the finished phases did not run again"
     assert {name: (used["starts"], used["done"]) for name, used in record.items()} == {
