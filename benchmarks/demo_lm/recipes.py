@@ -320,10 +320,7 @@ def rows_of_arms(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def write_table() -> None:
     """Write docs/recipes.md from the results that there are."""
     results = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
-    arms = [
-        f"* `{name}`: `{' '.join((*arm.overrides, *WARM[arm.warm]))}`"
-        for name, arm in ARMS.items()
-    ]
+    arms = [f"* `{name}`: `{' '.join((*arm.overrides, *WARM[arm.warm]))}`" for name, arm in ARMS.items()]
     filled = {"arms": "\n".join(arms), "table": "\n".join(rows_of_arms(results)) if results else "Not run yet."}
     filled |= {
         "seeds": seeds(),
