@@ -318,17 +318,19 @@ def saved(directory: Path, again: str) -> list[str]:
 
 
 def model_settings(where: Path, config: Path | None) -> tuple[Path | None, ModelSettings]:
-    """Return run.model and learner.model of a run directory, a checkpoint, or the file `config`; (None, defaults) if
-    there is none."""
+    """Return run.model and learner.model of a run directory or a checkpoint; (None, defaults) without a configuration.
+
+    The run's own come first: adapters belong to the model and the scale with which they were trained. `config` is for
+    a run that has no configuration, and says where a model is that is not at its place any more.
+    """
     from learner.config.learner import LearnerSettings
 
-    if config is not None:
-        tree = read_tree(config)
-    else:
-        # a checkpoint is in RUN_DIR/checkpoints
-        directories = (where, where.resolve().parent.parent)
-        found = next(((d, path) for d in directories if (path := configuration_of(d)) is not None), None)
-        if found is None:
-            return None, LearnerSettings().model
-        tree = read_configuration(found[1], found[0])
-    return section(tree, "run", RunSettings).model, section(tree, "learner", LearnerSettings).model
+    # a checkpoint is in RUN_DIR/checkpoints
+    directories = (where, where.resolve().parent.parent)
+    trees = [read_configuration(path, d) for d in directories if (path := configuration_of(d)) is not None][:1]
+    trees += [read_tree(config)] if config is not None else []
+    if not trees:
+        return None, LearnerSettings().model
+    models = [section(tree, "run", RunSettings).model for tree in trees]
+    model = next((model for model in models if (model / "config.json").is_file()), models[-1])
+    return model, section(trees[0], "learner", LearnerSettings).model

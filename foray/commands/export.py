@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, help="directory to create")
     parser.add_argument("--ema", action="store_true", help="write the moving average instead of the policy")
     parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapters, in PEFT's layout")
-    parser.add_argument("--config", type=Path, help="the run's configuration (default: the one that `foray up` saved)")
+    parser.add_argument("--config", type=Path, help="configuration of a run that has none (`foray up` saves it)")
     parser.add_argument("--model", type=Path, help="the model that the run started from (default: run.model)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="dtype of the weights (default: the run's)")
 

@@ -83,6 +83,27 @@ def test_verbs_find_the_model_of_a_moved_run_from_another_directory(
     assert settings is not None and settings.model == moved / "model"
 
 
+def test_another_configuration_changes_neither_the_base_nor_the_scale_of_adapters(tmp_path: Path) -> None:
+    """`foray eval CHECKPOINT --config OTHER` merges what the run trained, into the model on which it was trained."""
+    run, other = tmp_path / "run", tmp_path / "other.yaml"
+    for name in ("warm", "plain"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    run.mkdir()
+    trained = {"run": {"model": f"{tmp_path}/warm"}, "learner": {"model": {"lora": {"rank": 16, "alpha": 32.0}}}}
+    (run / "resolved.yaml").write_text(yaml.safe_dump(trained))
+    other.write_text(yaml.safe_dump({"run": {"model": f"{tmp_path}/plain"}}))
+    for where in (run, run / "checkpoints" / "step_3.e1"):
+        model, settings = export.model_settings(where, other)
+        assert (model, settings.lora.rank, settings.lora.alpha) == (tmp_path / "warm", 16, 32.0)
+    (tmp_path / "warm" / "config.json").unlink()
+    model, settings = export.model_settings(run, other)
+    assert (model, settings.lora.rank) == (tmp_path / "plain", 16), "says where the model is now"
+    (run / "resolved.yaml").unlink()
+    model, settings = export.model_settings(run, other)
+    assert (model, settings.lora.rank) == (tmp_path / "plain", 0), "stands in for the one that is missing"
+
+
 def test_export_names_its_own_flag_where_the_model_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "resolved.yaml").write_text("run: {model: gone}\n")
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
