@@ -327,7 +327,8 @@ def model_settings(where: Path, config: Path | None) -> tuple[Path | None, Model
 
     # a checkpoint is in RUN_DIR/checkpoints
     directories = (where, where.resolve().parent.parent)
-    trees = [read_configuration(path, d) for d in directories if (path := configuration_of(d)) is not None][:1]
+    own = next(((path, d) for d in directories if (path := configuration_of(d)) is not None), None)
+    trees = [read_configuration(*own)] if own is not None else []
     trees += [read_tree(config)] if config is not None else []
     if not trees:
         return None, LearnerSettings().model
