@@ -38,10 +38,10 @@ class PhaseFailed(ForayError):
 
 
 class PhaseStopped(ForayError):
-    """A signal stopped the command. `number`: the signal."""
+    """A signal stopped the command. `number`: the signal; `directory`: of all results."""
 
-    def __init__(self, name: str, number: int) -> None:
-        super().__init__(f"{name} was stopped")
+    def __init__(self, name: str, number: int, directory: Path) -> None:
+        super().__init__(f"{name} was stopped; what is finished is in {directory}")
         self.number = number
 
 
@@ -89,7 +89,7 @@ def run_phases(phases: Sequence[Phase], directory: Path, say: Callable[[str], No
         used["done"] = code == 0 and not stopped
         atomic_write(directory / RECORD, json.dumps(record, indent=1) + "\n", durable=True)
         if stopped:
-            raise PhaseStopped(phase.name, stopped)
+            raise PhaseStopped(phase.name, stopped, directory)
         if code:
             raise PhaseFailed(phase.name, code, log)
 

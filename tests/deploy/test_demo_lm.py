@@ -89,7 +89,7 @@ def test_a_stop_reaches_the_phase_and_the_same_command_continues(tmp_path: Path,
         os.kill(child.pid, number)
         _, error = child.communicate(timeout=60)
     assert child.returncode == (130 if number is signal.SIGINT else 1)
-    assert error == "long was stopped; the same command continues\n"
+    assert error == f"long was stopped; what is finished is in {tmp_path}; the same command continues\n"
     assert (tmp_path / "stopped").read_text() == str(int(number))
     assert read_phases(tmp_path)["long"]["done"] is False
     run_phases([Phase("long", "long", (str(tmp_path / "phase.py"),))], tmp_path, print)

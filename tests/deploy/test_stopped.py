@@ -102,11 +102,12 @@ def test_the_phases_of_a_demo(tmp_path: Path, number: signal.Signals, code: int)
     try:
         wait_until(lambda: (tmp_path / "begun").exists(), "the phase runs", 60)
         process.send_signal(number)
-        said, _ = process.communicate(timeout=90)
+        printed, said = process.communicate(timeout=90)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == code and "[1/1] a long phase" in said
+    assert process.returncode == code and "[1/1] a long phase" in printed
+    assert f"long was stopped; what is finished is in {tmp_path / 'a demo'}; " in said
     again = shlex.split(said.partition("continue with: ")[2].splitlines()[0])
     assert again == ["foray", *argv[4:]]
     (tmp_path / "go").touch()
