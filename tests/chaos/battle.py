@@ -93,9 +93,10 @@ class Battle:
             if item.healed and (item.evidence or now > item.until + item.fault.patience_s):
                 continue
             item.fault.tick()
-            if not item.healed and (now >= item.until or item.fault.over or force):
+            until = item.until + (0.0 if item.evidence else item.fault.lingers_s)
+            if not item.healed and (now >= until or item.fault.over or force):
                 item.fault.heal()
-                item.healed, item.until = True, min(now, item.until) if not force else now
+                item.healed, item.until = True, now
                 item.ended = time.monotonic()
             item.evidence = item.evidence or item.fault.happened()
 

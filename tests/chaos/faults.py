@@ -40,6 +40,8 @@ class Fault(ABC):
     """Durations instead of `lasts`: each with each target once, in an order of the seed's own, then again."""
     late_s: ClassVar[float] = 0.0
     """Minimum time for which it waits for its target, in seconds (battle.py)."""
+    lingers_s: ClassVar[float] = 0.0
+    """Maximum time beyond `seconds` for which it lasts until it is witnessed, in seconds."""
     exclusive: ClassVar[bool] = False
     """No other fault is injected meanwhile, and the time does not count for those that last."""
 

@@ -113,6 +113,7 @@ class CorruptWeights(Fault):
     weight = 1.5
     targets = ("weights",)
     lasts = (6.0, 6.0)
+    lingers_s = 40.0
     recovery = ("weights refused",)
 
     def inject(self) -> bool:

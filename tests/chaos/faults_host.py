@@ -90,6 +90,7 @@ class NoDescriptors(_OfProcess):
     name = "no descriptors"
     weight = 1.5
     lasts = (3.0, 10.0)
+    lingers_s = 40.0
     recovery = ("descriptors used up", "Redis away and back", "searches retried", "failovers")
     seen = ""
 
@@ -100,7 +101,7 @@ class NoDescriptors(_OfProcess):
             self.limit = self._lowest_free() + self.rng.randint(0, 2)
             self.before = resource.prlimit(self.life.pid, resource.RLIMIT_NOFILE)
             if self.target == "learner":  # it stops with an error when it cannot write weights or journal
-                self.ring.excuse("learner", self.name, self.seconds + 20)
+                self.ring.excuse("learner", self.name, self.seconds + self.lingers_s + 20)
             resource.prlimit(self.life.pid, resource.RLIMIT_NOFILE, (self.limit, self.before[1]))
             self.failed = self.life.text.count("Too many open files")
             return True
@@ -122,6 +123,7 @@ class NoDescriptors(_OfProcess):
         if self.life.status is None:
             with suppress(ProcessLookupError):
                 resource.prlimit(self.life.pid, resource.RLIMIT_NOFILE, self.before)
+        self.ring.limit_excuses("learner", self.name, 20)
 
     def happened(self) -> str:
         refused = self.life.text.count("Too many open files") - self.failed
@@ -135,6 +137,7 @@ class NoSpace(Fault):
     weight = 1.5
     targets = ("run directory",)
     lasts = (4.0, 14.0)
+    lingers_s = 40.0
     recovery = ("disk refused a checkpoint", "disk refused weights or journal", "disk refused a start")
     next_at, healed = 0.0, False
 
@@ -152,7 +155,7 @@ class NoSpace(Fault):
             return False
         self.size = weights[-1].stat().st_size
         self.before = self._refused()
-        self.ring.excuse("learner", self.name, self.seconds + 20)
+        self.ring.excuse("learner", self.name, self.seconds + self.lingers_s + 20)
         return True
 
     def tick(self) -> None:
@@ -164,6 +167,7 @@ class NoSpace(Fault):
     def heal(self) -> None:
         self.healed = True
         self.ring.disk.free()
+        self.ring.limit_excuses("learner", self.name, 20)
 
     def _refused(self) -> int:
         return sum(life.text.count("No space left on device") for life in self.ring.lives("learner"))

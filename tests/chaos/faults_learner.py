@@ -19,6 +19,7 @@ class DiskFull(Fault):
     name = "disk full"
     weight = 2.0
     lasts = (14.0, 14.0)
+    lingers_s = 40.0
     recovery = ("disk refused a checkpoint", "disk refused weights or journal")
 
     def inject(self) -> bool:
@@ -29,7 +30,7 @@ class DiskFull(Fault):
         self.life = ward.life
         # a checkpoint's files are a little longer than the weights
         self.limit = 4096 if self.rng.random() < 0.3 else weights[-1].stat().st_size + 100
-        self.ring.excuse("learner", self.name, self.seconds + 20)
+        self.ring.excuse("learner", self.name, self.seconds + self.lingers_s + 20)
         with suppress(ProcessLookupError):
             resource.prlimit(self.life.pid, resource.RLIMIT_FSIZE, (self.limit, resource.RLIM_INFINITY))
             return True
@@ -39,6 +40,7 @@ class DiskFull(Fault):
         if self.life.status is None:
             with suppress(ProcessLookupError):
                 resource.prlimit(self.life.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        self.ring.limit_excuses("learner", self.name, 20)
 
     @property
     def over(self) -> bool:

@@ -17,6 +17,7 @@ class _OfLink(Fault):
     """A fault of a link. `signs`: counters of the link that only this fault increments."""
 
     targets = (*TO_REDIS, *TO_SEARCH)
+    lingers_s = 20.0
     signs: tuple[str, ...] = ()
 
     @property

@@ -240,6 +240,11 @@ class Ring:
         now = time.time()
         self.excuses.setdefault(name, []).append((now + seconds, why, now - 5.0 if starts_only else 0.0))
 
+    def limit_excuses(self, name: str, why: str, seconds: float) -> None:
+        """Let the excuses of `name` for this reason end in at most `seconds`: its fault is over."""
+        latest, given = time.time() + seconds, self.excuses.get(name, [])
+        self.excuses[name] = [(min(u, latest) if reason == why else u, reason, since) for u, reason, since in given]
+
     def prolong(self, seconds: float, *names: str) -> None:
         """Move the end of the excuses of `names`, of all if none is given: these processes stand still meanwhile."""
         for name in names or self.excuses:

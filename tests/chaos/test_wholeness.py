@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from attacks import KINDS
-from battle import Injected
+from battle import Battle, Injected
 from processes import Life
 from ring import Ring
 from schedule import Planned
@@ -64,6 +64,44 @@ def test_a_suspended_server_may_notice_an_engine_failure_late() -> None:
         assert ejections([(name, log)], faults).faulty == faulty
 
 
+class Watched(KINDS["no space"]):  # type: ignore[misc]
+    """Full until it is healed; witnessed at the look `ring.slow`."""
+
+    lingers_s, looks = 30.0, 0
+
+    def inject(self) -> bool:
+        return True
+
+    def tick(self) -> None:
+        self.looks += 1
+
+    def heal(self) -> None:
+        self.ring.healed_after = self.looks
+
+    def happened(self) -> str:
+        return "seen" if self.looks >= self.ring.slow else ""
+
+
+@pytest.mark.parametrize(("slow", "least", "most"), [(1, 1, 50), (60, 60, 61)])
+def test_a_fault_lasts_until_it_is_witnessed(monkeypatch: pytest.MonkeyPatch, slow: int, least: int, most: int) -> None:
+    began = time.monotonic()
+
+    class Quick:
+        healed_after = 0
+        now = property(lambda self: time.monotonic() - began)
+
+        def supervise(self) -> None:
+            """No process ends."""
+
+    ring: Any = Quick()
+    ring.slow = slow
+    monkeypatch.setitem(KINDS, "no space", Watched)
+    monkeypatch.setattr("battle.TICK_S", 0.002)
+    battle = Battle(ring, lambda _: None)
+    battle.run([Planned(0.0, "no space", "run directory", 0.02, 1)], 0.02)
+    assert battle.witnessed == battle.done == {"no space": 1} and least <= ring.healed_after <= most
+
+
 def test_an_end_that_a_standstill_delays_is_explained() -> None:
     now = time.time()
     ring: Any = SimpleNamespace(excuses={name: [(now + 5, "no space", 0.0)] for name in ("learner", "rollout-1")})
@@ -73,6 +111,10 @@ def test_an_end_that_a_standstill_delays_is_explained() -> None:
     assert Ring.explained(ring, late["learner"]) and not Ring.explained(ring, late["rollout-1"])
     Ring.prolong(ring, 90)
     assert Ring.explained(ring, late["rollout-1"])
+    for reason, left in (("another", True), ("no space", False)):
+        Ring.limit_excuses(ring, "learner", reason, 5)
+        late["learner"].doomed = ""
+        assert Ring.explained(ring, late["learner"]) == left
 
 
 class FakeRing:
