@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import time
+from ast import AST, Constant, Expr, If, Import, ImportFrom, Name, parse
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -57,7 +57,8 @@ def judged(target: Target, report: Mapping[str, Any]) -> dict[str, Any]:
 def digest(modules: Sequence[str], root: Path = ROOT) -> str:
     """Return 16 hexadecimal digits over the code of the files and folders that `modules` match.
 
-    Python comments, docstrings, imports and the places of the files are ignored: they do not affect figures.
+    Python comments, docstrings, imports (also those for types alone) and the places of the files are ignored: they do
+    not affect figures.
     Raises FileNotFoundError for a module that matches nothing.
     """
     paths = {path for module in modules for path in _files(module, root)}
@@ -70,9 +71,9 @@ def digest(modules: Sequence[str], root: Path = ROOT) -> str:
 def _code(text: str) -> str:
     """Return the lines of a Python file without comments, docstrings, imports and blank lines."""
     lines = text.splitlines()
-    for node in _statements(ast.parse(text)):
+    for node in _statements(parse(text)):
         match node:
-            case ast.Import() | ast.ImportFrom() | ast.Expr(ast.Constant(str())):
+            case Import() | ImportFrom() | Expr(Constant(str())) | If(Name("TYPE_CHECKING"), orelse=[]):
                 lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
             case _:
                 pass
@@ -80,8 +81,8 @@ def _code(text: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield every statement, also those within others: a tenth of the nodes that ast.walk visits."""
+def _statements(node: AST) -> Iterator[AST]:
+    """Yield every statement, also those within others: a tenth of the nodes that `ast.walk` visits."""
     for block in ("body", "orelse", "finalbody", "handlers", "cases"):
         for child in getattr(node, block, ()):
             yield child

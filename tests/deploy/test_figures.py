@@ -183,8 +183,12 @@ def test_words_about_code_do_not_change_its_hash(tmp_path: Path) -> None:
     words = '"""New,\nlonger."""\n\nfrom here import (\n    this,\n)\n\n'
     path.write_text(words + '# more\nA = "# no comment"\n\ndef f():\n    # new\n    return A\n')
     assert digest(["x.py"], tmp_path) == before
-    path.write_text(path.read_text().replace("no comment", "comment"))
-    assert digest(["x.py"], tmp_path) != before
+    for_types = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import this\n\n"
+    path.write_text(for_types + path.read_text())
+    assert digest(["x.py"], tmp_path) == before, "imports for types alone"
+    for change in (("no comment", "comment"), ("    import this\n", "    B = int\nelse:\n    B = float\n")):
+        (tmp_path / "y.py").write_text(path.read_text().replace(*change))
+        assert digest(["y.py"], tmp_path) != before
 
 
 def test_a_figure_is_made_by_its_command_and_kept_with_its_circumstances(tmp_path: Path) -> None:
