@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from learner.data.batch import AdvantageEstimator, Batch
-
 if TYPE_CHECKING:
     import torch
+
+    from learner.data.batch import AdvantageEstimator, Batch
 
 NO_TOKENS = "no tokens"
 """`StepReport.reason` of a batch without trainable tokens."""

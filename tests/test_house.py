@@ -231,11 +231,15 @@ def test_help_answers_without_a_framework() -> None:
     assert done.stdout.lower().count("usage") >= len(COMMANDS)
 
 
-def test_configuration_is_parsed_without_a_framework() -> None:
-    code = (
-        "import sys, deploy.config, rollout_server.config, learner.config.learner, retriever.config\n"
-        f"assert not set(sys.modules) & set({sorted(HEAVY)!r}), set(sys.modules) & set({sorted(HEAVY)!r})"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("deploy.config, rollout_server.config, learner.config.learner, retriever.config", HEAVY),
+        ("foray.watch.report, deploy.launch.launcher", HEAVY - {"aiohttp", "redis"}),
+    ],
+)
+def test_settings_report_and_launcher_need_no_framework(modules: str, heavy: set[str]) -> None:
+    code = f"import sys, {modules}\nfound = set(sys.modules) & {heavy!r}\nassert not found, found"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

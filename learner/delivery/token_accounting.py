@@ -23,13 +23,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from learner.data.batch import Batch
 from protocol.ledger import Outcome
 from protocol.messages import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from learner.data.batch import Batch
 
 
 class TokenOutcome(StrEnum):
