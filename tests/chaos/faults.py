@@ -19,6 +19,9 @@ from typing import ClassVar
 
 from ring import Ring
 
+AFTER_S = 20.0
+"""Seconds after a fault in which it still explains an end of the learner."""
+
 
 @dataclass
 class Fault(ABC):
@@ -58,6 +61,10 @@ class Fault(ABC):
     @classmethod
     def lacking(cls) -> str:
         return ""
+
+    def excuse_learner(self) -> None:
+        """Expect an end of the learner while this lasts, and AFTER_S longer."""
+        self.ring.excuse("learner", self.name, self.seconds + self.lingers_s + AFTER_S)
 
     @abstractmethod
     def inject(self) -> bool: ...

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 
 from disk import mountable
-from faults import Fault
+from faults import AFTER_S, Fault
 from faults_process import _OfProcess
 from hooks import FAR_S, JUMPED
 from ring import FAKETIME
@@ -101,7 +101,7 @@ class NoDescriptors(_OfProcess):
             self.limit = self._lowest_free() + self.rng.randint(0, 2)
             self.before = resource.prlimit(self.life.pid, resource.RLIMIT_NOFILE)
             if self.target == "learner":  # it stops with an error when it cannot write weights or journal
-                self.ring.excuse("learner", self.name, self.seconds + self.lingers_s + 20)
+                self.excuse_learner()
             resource.prlimit(self.life.pid, resource.RLIMIT_NOFILE, (self.limit, self.before[1]))
             self.failed = self.life.text.count("Too many open files")
             return True
@@ -123,7 +123,7 @@ class NoDescriptors(_OfProcess):
         if self.life.status is None:
             with suppress(ProcessLookupError):
                 resource.prlimit(self.life.pid, resource.RLIMIT_NOFILE, self.before)
-        self.ring.limit_excuses("learner", self.name, 20)
+        self.ring.limit_excuses("learner", self.name, AFTER_S)
 
     def happened(self) -> str:
         refused = self.life.text.count("Too many open files") - self.failed
@@ -155,7 +155,7 @@ class NoSpace(Fault):
             return False
         self.size = weights[-1].stat().st_size
         self.before = self._refused()
-        self.ring.excuse("learner", self.name, self.seconds + self.lingers_s + 20)
+        self.excuse_learner()
         return True
 
     def tick(self) -> None:
@@ -167,7 +167,7 @@ class NoSpace(Fault):
     def heal(self) -> None:
         self.healed = True
         self.ring.disk.free()
-        self.ring.limit_excuses("learner", self.name, 20)
+        self.ring.limit_excuses("learner", self.name, AFTER_S)
 
     def _refused(self) -> int:
         return sum(life.text.count("No space left on device") for life in self.ring.lives("learner"))

@@ -7,7 +7,7 @@ import resource
 import signal
 from contextlib import suppress
 
-from faults import Fault, state_of
+from faults import AFTER_S, Fault, state_of
 from processes import Life
 
 
@@ -30,7 +30,7 @@ class DiskFull(Fault):
         self.life = ward.life
         # a checkpoint's files are a little longer than the weights
         self.limit = 4096 if self.rng.random() < 0.3 else weights[-1].stat().st_size + 100
-        self.ring.excuse("learner", self.name, self.seconds + self.lingers_s + 20)
+        self.excuse_learner()
         with suppress(ProcessLookupError):
             resource.prlimit(self.life.pid, resource.RLIMIT_FSIZE, (self.limit, resource.RLIM_INFINITY))
             return True
@@ -40,7 +40,7 @@ class DiskFull(Fault):
         if self.life.status is None:
             with suppress(ProcessLookupError):
                 resource.prlimit(self.life.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        self.ring.limit_excuses("learner", self.name, 20)
+        self.ring.limit_excuses("learner", self.name, AFTER_S)
 
     @property
     def over(self) -> bool:
@@ -67,7 +67,7 @@ class _Rival(Fault):
         if not ward.alive or "begins at step" not in ward.life.text:
             return None
         old, log = ward.life, ward.next_log()
-        self.ring.excuse("learner", self.name, self.seconds + 20)
+        self.excuse_learner()
         self.rival = ward.adopt(self.ring.launch("learner", "learner", log, *arguments), log)
         return old
 
@@ -95,7 +95,7 @@ class SecondLearner(_Rival):
     def start(self) -> None:
         """Start the second one, beside the ward."""
         self.log = self.ring.logs / f"second.{len(list(self.ring.logs.glob('second.*'))) + 1:04d}.log"
-        self.ring.excuse("learner", self.name, self.seconds + 20)
+        self.excuse_learner()
         self.pid = self.ring.launch("second", "learner", self.log)
         self.handle = os.pidfd_open(self.pid)
         self.status: int | None = None

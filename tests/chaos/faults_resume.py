@@ -77,7 +77,7 @@ class SecondInResume(SecondLearner):
         self.old, self.flag = ward.life, self.ring.hooks / "learner.slow_load"
         self.flag.write_text(str(self.slow_s))
         self.old.doomed, self.status = self.name, None
-        self.ring.excuse("learner", self.name, self.seconds + 20)
+        self.excuse_learner()
         return self.old.send(signal.SIGKILL)
 
     def tick(self) -> None:
@@ -126,7 +126,7 @@ class DeadlyBatch(Fault):
             return False
         self.file = self.ring.hooks / "learner.deadly"
         self.file.write_text(str(self.seq))
-        self.ring.excuse("learner", self.name, self.seconds + 20)
+        self.excuse_learner()
         return True
 
     @property
